@@ -1,0 +1,18 @@
+"""Softcapped attention for JAX and Flax on NVIDIA GPUs."""
+
+from jaxcap.attention import dot_product_attention
+from jaxcap.explain import explain
+from jaxcap.selection import BackendError, use_backend
+from jaxcap.spec import AttentionSpec
+from jaxcap.varlen import varlen_attention
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionSpec",
+    "BackendError",
+    "dot_product_attention",
+    "explain",
+    "use_backend",
+    "varlen_attention",
+]

@@ -1,0 +1,147 @@
+"""From a canonical call to a backend: gradients, vmapped axes, sharding, and what is logged.
+
+A `custom_vjp` tells inference from training: its primal rule selects without gradients, its forward
+rule with those that are wanted. Where JAX would differentiate the chosen backend anyway (`xla`) the
+rule is left out, so that forward mode and second derivatives work.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
+
+from jaxcap import partitioning, selection
+from jaxcap.folding import folds_vmap
+from jaxcap.marks import executed
+from jaxcap.spec import DIFFERENTIABLE, Array, AttentionSpec, Gradients, Operands
+
+#: Names for `jax.checkpoint` policies such as `save_only_these_names("jaxcap_out", "jaxcap_lse")`.
+OUT_NAME, LSE_NAME = "jaxcap_out", "jaxcap_lse"
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    spec: AttentionSpec  # without gradients
+    requested: str | None  # resolved when the call is made: rules are traced later
+
+
+def _describe(spec: AttentionSpec, name: str, what: str) -> str:
+    shape = f"q [{spec.batch}, {spec.query_length}, {spec.query_heads}, {spec.head_size}]"
+    keys = f"kv [{spec.key_length}, {spec.kv_heads}, {spec.value_size}]"
+    cap = f"softcap {spec.softcap:g}" if spec.softcap is not None else "no softcap"
+    return f"{name} runs the {what}: {shape}, {keys}, {spec.dtype}, {cap}, on {spec.platform}"
+
+
+def _first_order(function: Callable, name: str) -> Callable:
+    """`function`, with an error instead of derivatives of its own."""
+
+    @jax.custom_jvp
+    def once(*args):
+        return function(*args)
+
+    @once.defjvp
+    def rule(primals, tangents):
+        del primals, tangents
+        raise NotImplementedError(
+            f"backend {name!r} has first derivatives in reverse mode only; for forward mode or"
+            " second derivatives pass implementation='xla'"
+        )
+
+    return once
+
+
+def _forward(decision: selection.Decision, operands: Operands) -> tuple[Array, Array]:
+    spec, backend = decision.spec, selection.backends()[decision.backend or ""]
+    if getattr(backend, "native", False):
+        out, lse = backend.forward(spec, operands)
+    else:
+        run = partitioning.partitioned(backend, "forward", spec)
+        out, lse = _first_order(folds_vmap(run, spec), backend.name)(operands)
+    return executed(out, _describe(spec, backend.name, "forward"), str(decision)), lse
+
+
+def _backward(
+    decision: selection.Decision, operands: Operands, out, lse, d_out, d_lse
+) -> Gradients:
+    spec, backend = decision.spec, selection.backends()[decision.backend or ""]
+    run = partitioning.partitioned(backend, "backward", spec)
+    grads = _first_order(folds_vmap(run, spec), backend.name)(operands, out, lse, d_out, d_lse)
+    name = spec.gradients[0]
+    marked = executed(getattr(grads, name), _describe(spec, backend.name, "backward"))
+    return grads._replace(**{name: marked})
+
+
+def attend(call: Call, operands: Operands) -> tuple[Array, Array]:
+    """(out [B, T, N, V], lse [B, N, T]) on the backend that selection picks."""
+    every = tuple(name for name in DIFFERENTIABLE if getattr(operands, name) is not None)
+    forward = selection.select(call.spec, call.requested)
+    trained = selection.decide(call.spec.replace(gradients=every), call.requested)
+    known = selection.backends()
+    native = getattr(known[forward.backend or ""], "native", False)
+    if native and trained.backend in (None, forward.backend):
+        return _forward(forward, operands)
+    try:
+        return _attend(call, operands)
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise NotImplementedError(
+            f"backend {forward.backend!r} has no forward-mode derivatives; pass"
+            " implementation='xla'"
+        ) from error
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(call: Call, operands: Operands) -> tuple[Array, Array]:
+    return _forward(selection.select(call.spec, call.requested), operands)
+
+
+def _attend_fwd(call: Call, primals: Any):
+    operands: Operands = custom_vjp_primal_tree_values(primals)
+    wanted = tuple(
+        name
+        for name in DIFFERENTIABLE
+        if getattr(operands, name) is not None and getattr(primals, name).perturbed
+    )
+    decision = selection.select(call.spec.replace(gradients=wanted), call.requested)
+    if getattr(selection.backends()[decision.backend or ""], "native", False):
+        arrays = {name: getattr(operands, name) for name in wanted}
+        (out, lse), pullback = jax.vjp(
+            lambda given: _forward(decision, operands._replace(**given)), arrays
+        )
+        return (out, lse), (decision, pullback)
+    out, lse = _forward(decision, operands)
+    out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
+    return (out, lse), (decision, (operands, out, lse))
+
+
+def _dense(cotangent: Any) -> Array | None:
+    return None if isinstance(cotangent, SymbolicZero) else cotangent
+
+
+def _attend_bwd(call: Call, residuals: Any, cotangents: Any):
+    del call
+    decision, saved = residuals
+    d_out, d_lse = (_dense(c) for c in cotangents)
+    if not isinstance(saved, tuple):
+        if d_out is None or d_lse is None:
+            zero_out, zero_lse = (jnp.zeros(c.shape, c.dtype) for c in cotangents)
+            d_out = zero_out if d_out is None else d_out
+            d_lse = zero_lse if d_lse is None else d_lse
+        return (_as_operands(Gradients(**saved((d_out, d_lse))[0])),)
+    operands, out, lse = saved
+    if d_out is None:
+        d_out = jnp.zeros_like(out)
+    return (_as_operands(_backward(decision, operands, out, lse, d_out, d_lse)),)
+
+
+def _as_operands(grads: Gradients) -> Operands:
+    return Operands(*[None] * len(Operands._fields))._replace(**grads._asdict())
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)

@@ -1,0 +1,83 @@
+"""`explain`: which backend a call would run on, and why not the others, without running it."""
+
+import dataclasses
+import inspect
+from typing import Any
+
+import jax
+
+from jaxcap import attention, selection
+from jaxcap.spec import DIFFERENTIABLE, AttentionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """`forward` is the decision for inference, `training` the one where gradients are wanted."""
+
+    spec: AttentionSpec
+    forward: selection.Decision
+    training: selection.Decision
+
+    def __str__(self) -> str:
+        s = self.spec
+        cap = f"softcap {s.softcap:g}" if s.softcap is not None else "no softcap"
+        head = (
+            f"query [{s.batch}, {s.query_length}, {s.query_heads}, {s.head_size}], key and value"
+            f" [{s.key_length}, {s.kv_heads}, {s.value_size}], {s.dtype}, {cap}, on {s.platform}"
+        )
+        parts = [head, f"forward: {self.forward.backend or 'none can'}", str(self.forward)]
+        parts += [f"with gradients: {self.training.backend or 'none can'}", str(self.training)]
+        return "\n".join(parts)
+
+
+def explain(
+    *arrays: Any,
+    gradients: tuple[str, ...] | None = None,
+    platform: str | None = None,
+    **keywords: Any,
+) -> Explanation:
+    """The decision for a call of `dot_product_attention` with the same arguments.
+
+    Arrays may be `jax.ShapeDtypeStruct`s. `gradients` names the operands differentiated in training
+    (all that can be, if None); `platform` asks for another device ("cpu", "sm80", "sm90", ...).
+
+    Raises:
+      ValueError, TypeError: as `dot_product_attention` for wrong arguments.
+
+    Example:
+      >>> q = jax.ShapeDtypeStruct((1, 128, 4, 64), "bfloat16")
+      >>> jaxcap.explain(q, q, q, softcap=50.0, platform="cpu").forward.backend
+      'blockwise'
+    """
+    bound = inspect.signature(attention.dot_product_attention).bind(*arrays, **keywords)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    name = selection.requested(given.pop("implementation"))
+    spec = _spec_of(given)
+    if platform is not None:
+        spec = spec.replace(platform=platform)
+    if gradients is None:
+        present = {"bias": spec.bias_shape is not None, "sinks": spec.sinks}
+        gradients = tuple(n for n in DIFFERENTIABLE if present.get(n, True))
+    elif unknown := [n for n in gradients if n not in DIFFERENTIABLE]:
+        raise ValueError(f"gradients must be of {DIFFERENTIABLE}, got {unknown}")
+    trained = selection.decide(spec.replace(gradients=tuple(gradients)), name)
+    return Explanation(spec, selection.decide(spec, name), trained)
+
+
+def _spec_of(given: dict[str, Any]) -> AttentionSpec:
+    found = []
+    traced = {k: v for k, v in given.items() if hasattr(v, "shape") and hasattr(v, "dtype")}
+    static = {k: v for k, v in given.items() if k not in traced}
+
+    def run(arrays):
+        spec, _, _ = attention.prepare({**static, **arrays})
+        found.append(spec)
+
+    jax.eval_shape(run, traced)
+    concrete = [x for x in traced.values() if isinstance(x, jax.Array)]
+    if concrete:
+        from jaxcap import device
+
+        return found[0].replace(platform=device.platform(*concrete))
+    return found[0]
