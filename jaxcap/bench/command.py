@@ -1,0 +1,116 @@
+"""The command line of `jaxcap bench` and of `benchmarks/attention.py`."""
+
+import argparse
+import pathlib
+import shlex
+import sys
+from collections.abc import Sequence
+
+from jaxcap.bench import report
+from jaxcap.bench.cases import CASES, Case
+from jaxcap.bench.implementations import Implementation, available
+from jaxcap.bench.measure import PASSES, Row, measure
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--cases", help=f"comma-separated, of {', '.join(CASES)}; all")
+    add("--q", metavar="B,T,N,H", help="measure this shape of the query instead")
+    add("--kv-heads", type=int, metavar="K", help="with --q: heads of key and value")
+    add("--kv-len", type=int, metavar="S", help="with --q: length of key and value")
+    add("--causal", action="store_true", help="with --q")
+    add("--window-left", type=int, metavar="W", help="with --q: keys before the query, causal")
+    add("--softcap", type=float, default=50.0, help="with --q; 50")
+    add("--dtype", default="bfloat16", help="with --q; bfloat16")
+    add("--implementations", help="comma-separated beginnings of names; all that are installed")
+    add("--passes", default=",".join(PASSES), help=",".join(PASSES))
+    add("--rounds", type=int, default=5)
+    add("--burst", type=float, default=0.15, metavar="S", help="seconds of one burst; 0.15")
+    add("--json", type=pathlib.Path, metavar="FILE", help="write rows there")
+    add("--picture", type=pathlib.Path, metavar="FILE", help="draw a bar chart there")
+
+
+def _cases(args: argparse.Namespace) -> list[Case]:
+    if args.q is None:
+        names = list(CASES) if args.cases is None else args.cases.split(",")
+        if unknown := [name for name in names if name not in CASES]:
+            raise ValueError(f"--cases: no {', '.join(unknown)}; there are {', '.join(CASES)}")
+        return [CASES[name] for name in names]
+    try:
+        batch, length, heads, size = (int(part) for part in args.q.split(","))
+    except ValueError:
+        raise ValueError(f"--q must be B,T,N,H, got {args.q!r}") from None
+    causal = args.causal or args.window_left is not None
+    return [
+        Case(
+            name=f"{batch}x{length}x{heads}x{size}",
+            batch=batch,
+            query_length=length,
+            key_length=args.kv_len or length,
+            query_heads=heads,
+            kv_heads=args.kv_heads or heads,
+            head_size=size,
+            causal=causal,
+            window_left=args.window_left,
+            softcap=args.softcap,
+            dtype=args.dtype,
+        )
+    ]
+
+
+def _implementations(args: argparse.Namespace) -> list[Implementation]:
+    known = available()
+    if args.implementations is None:
+        return list(known.values())
+    wanted = tuple(args.implementations.split(","))
+    chosen = [x for name, x in known.items() if name.startswith(wanted)]
+    if not chosen:
+        raise ValueError(
+            f"--implementations: none begins with {', '.join(wanted)}; there are {', '.join(known)}"
+        )
+    return chosen
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        cases, implementations = _cases(args), _implementations(args)
+        passes = args.passes.split(",")
+        if unknown := [name for name in passes if name not in PASSES]:
+            raise ValueError(f"--passes: no {', '.join(unknown)}; there are {', '.join(PASSES)}")
+    except ValueError as error:
+        print(f"jaxcap bench: {error}", file=sys.stderr)
+        return 2
+
+    def progress(text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    command = shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])
+    rows: list[Row] = []
+    for case in cases:
+        for name in passes:
+            rows += measure(
+                case,
+                implementations,
+                name,
+                rounds=args.rounds,
+                burst_s=args.burst,
+                progress=progress,
+            )
+            if args.json is not None:  # as it goes: a run that is cut short keeps what it has
+                report.write(rows, command, args.json)
+    progress("")
+    for name in passes:
+        print(report.table(rows, name), end="\n\n")
+    if refused := report.refusals(rows):
+        print(refused)
+    print(", ".join(f"{k} {v}" for k, v in report.versions().items()))
+    if args.picture is not None:
+        report.picture(rows, args.picture, f"attention on {report.versions()['device']}")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args(argv))

@@ -1,0 +1,118 @@
+"""The benchmark measures what it names, and a peer that fails costs a row, not the run."""
+
+import argparse
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from jaxcap.bench import command, report
+from jaxcap.bench.cases import CASES, Case
+from jaxcap.bench.implementations import Implementation, available
+from jaxcap.bench.measure import PASSES, measure
+
+TINY = Case("tiny", 1, 16, 16, 2, 1, 8, True, dtype="float32")
+
+
+def run(*words):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(words))
+
+
+def test_pairs_by_counting():
+    for case in (TINY, Case("w", 1, 20, 12, 1, 1, 8, True, 3), Case("f", 1, 5, 9, 1, 1, 8, False)):
+        count = 0
+        for i in range(case.query_length):
+            for j in range(case.key_length):
+                inside = not case.causal or j <= i
+                count += inside and (case.window_left is None or i - j <= case.window_left)
+        assert case.pairs == count
+    assert CASES["d128_full_8k"].flops(False) == 4.0 * 2 * 32 * 128 * 8192**2
+    assert CASES["d64_causal_8k"].flops(True) == 3.5 * CASES["d64_causal_8k"].flops(False)
+
+
+def test_rows_of_a_peer_that_fails_or_has_no_backward():
+    def broken(case, capped):
+        raise RuntimeError("no kernel\nfor this")
+
+    def works(case, capped):
+        return lambda q, k, v: q * case.softcap if capped else q
+
+    implementations = [
+        Implementation("broken+cap", "jax", True, broken),
+        Implementation("works+cap", "jax", True, works),
+        Implementation("forward plain", "jax", False, works, backward=False),
+    ]
+    rows = [
+        row
+        for passes in PASSES
+        for row in measure(TINY, implementations, passes, rounds=2, burst_s=0.0)
+    ]
+    by_name = {(row.implementation, row.passes): row for row in rows}
+    assert len(rows) == 6
+    assert by_name["broken+cap", "forward"].error == "RuntimeError: no kernel"
+    assert by_name["broken+cap", "forward"].tflops is None
+    assert by_name["forward plain", "forward+backward"].error == "has no backward"
+    works_row = by_name["works+cap", "forward"]
+    assert works_row.ms is not None
+    assert works_row.tflops == pytest.approx(TINY.flops(False) / works_row.ms / 1e9)
+    table = report.table(rows, "forward")
+    assert table.splitlines()[2].startswith("| tiny | ")
+    assert "–" in table
+
+
+def test_a_result_that_is_not_finite_is_an_error():
+    def nan(case, capped):
+        return lambda q, k, v: q * jnp.nan
+
+    (row,) = measure(TINY, [Implementation("nan+cap", "jax", True, nan)], "forward")
+    assert row.error is not None
+    assert row.error.startswith("AssertionError")
+
+
+def test_caps_are_measured_as_caps(monkeypatch):
+    """What is called capped gets the cap, what is called plain does not."""
+    import jaxcap
+
+    seen = []
+    monkeypatch.setattr(jaxcap, "dot_product_attention", lambda *a, **k: seen.append(k))
+    known = available()
+    known["jaxcap+cap"].make(CASES["d128_window4k_8k"], True)(1, 2, 3)
+    known["jaxcap plain"].make(CASES["d128_causal_8k"], False)(1, 2, 3)
+    assert [s["softcap"] for s in seen] == [50.0, None]
+    assert [s["local_window_size"] for s in seen] == [(4095, 0), None]
+    assert "jaxcap-cudnn plain" in known
+    assert "jaxcap-cudnn+cap" not in known
+
+
+def test_command(tmp_path, capsys):
+    out, picture = tmp_path / "deep" / "rows.json", tmp_path / "bars.png"
+    words = ["--q", "1,16,2,8", "--kv-heads", "1", "--causal", "--dtype", "float32"]
+    words += ["--implementations", "jaxcap-xla", "--rounds", "1", "--burst", "0"]
+    assert run(*words, "--json", str(out), "--picture", str(picture)) == 0
+    printed = capsys.readouterr().out
+    assert "| 1x16x2x8 |" in printed
+    document = json.loads(out.read_text())
+    assert {row["passes"] for row in document["rows"]} == set(PASSES)
+    assert {row["implementation"] for row in document["rows"]} == {
+        "jaxcap-xla+cap",
+        "jaxcap-xla plain",
+    }
+    assert all(row["tflops"] > 0 for row in document["rows"])
+    assert document["versions"]["jax"]
+    assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--cases", "d999"], "--cases: no d999"),
+        (["--q", "1,2"], "--q must be B,T,N,H"),
+        (["--implementations", "nothing"], "none begins with nothing"),
+        (["--passes", "sideways", "--cases", "d64_causal_8k"], "--passes: no sideways"),
+    ],
+)
+def test_bad_words(words, match, capsys):
+    assert run(*words) == 2
+    assert match in capsys.readouterr().err
