@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxcap import dropout as dropout_lib
 from jaxcap.marks import batch_index
@@ -18,7 +19,7 @@ FLOATS = ("bfloat16", "float16", "float32", "float64")
 def static_number(name: str, value: Any, advice: str) -> float:
     """A finite Python number; arrays, traced ones above all, would change the compiled kernel."""
     if isinstance(value, jax.Array):
-        kind = "a traced value" if isinstance(value, jax.core.Tracer) else "a JAX array"
+        kind = "a traced value" if isinstance(value, Tracer) else "a JAX array"
         raise TypeError(
             f"{name} must be a Python number known when the program is traced, got {kind}"
             f" ({value}); {advice}"
@@ -109,7 +110,7 @@ def integers(name: str, x: Any, lead: tuple[int, ...], length: int | None) -> Ar
         raise TypeError(f"{name} must be of integers, got {array.dtype.name}")
     array = array.astype(jnp.int32)
     if length is None:
-        expect(name, array, lead)
+        expect(name, array, lead or (1,), lead)
         return array.reshape(-1)
     if array.shape == (length,) and lead:
         return array[None]

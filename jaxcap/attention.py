@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxcap import arguments, device, dispatch, selection
 from jaxcap.environment import ENVIRONMENT
-from jaxcap.spec import Alignment, AttentionSpec, Operands
+from jaxcap.spec import Alignment, AttentionSpec, Operands, shape_of
 
 
 def dot_product_attention(
@@ -215,9 +215,9 @@ def prepare(given: dict[str, Any]) -> tuple[AttentionSpec, Operands, tuple[int, 
         is_causal=arguments.flag("is_causal", given["is_causal"]),
         causal_alignment=alignment,
         window=arguments.window(given["local_window_size"]),
-        bias_shape=None if bias is None else tuple(bias.shape),
+        bias_shape=None if bias is None else shape_of(bias),
         bias_dtype=None if bias is None else bias.dtype.name,
-        mask_shape=None if mask is None else tuple(mask.shape),
+        mask_shape=None if mask is None else shape_of(mask),
         query_lengths=operands.query_lengths is not None,
         kv_lengths=operands.kv_lengths is not None,
         segment_ids=operands.query_segment_ids is not None,

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 
 def name_of(device: Any) -> str:
@@ -24,7 +25,7 @@ def _of_mesh(mesh: Any) -> str | None:
 def platform(*arrays: Any) -> str:
     """From concrete arrays, else the mesh, else `jax.default_device`, else the first device."""
     for x in arrays:
-        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer):
             return name_of(next(iter(x.devices())))
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and (found := _of_mesh(mesh)):

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from jaxcap import partitioning, selection
-from jaxcap.folding import folds_vmap
-from jaxcap.marks import executed
+from jaxcap.marks import executed, reverse_only
 from jaxcap.spec import DIFFERENTIABLE, Array, AttentionSpec, Gradients, Operands
 
 #: Names for `jax.checkpoint` policies such as `save_only_these_names("jaxcap_out", "jaxcap_lse")`.
@@ -55,13 +55,30 @@ def _first_order(function: Callable, name: str) -> Callable:
     return once
 
 
+def _runner(decision: selection.Decision, part: str, operands: Operands) -> Callable:
+    """`part` of the chosen backend, ready for sharded and vmapped operands.
+
+    A traced call may yet be compiled for another platform than was guessed. Where the choice runs on
+    CUDA only, any other platform gets the backend that selection would pick on a CPU.
+    """
+    spec, backend = decision.spec, selection.backends()[decision.backend or ""]
+    run = partitioning.partitioned(backend, part, spec)
+    traced = isinstance(operands.query, Tracer)
+    if getattr(backend, "cuda_only", False) and traced and decision.requested is None:
+        elsewhere = selection.decide(spec.replace(platform="cpu"))
+        other = selection.backends().get(elsewhere.backend or "")
+        if other is not None and not getattr(other, "native", False):
+            on_cuda, off_cuda = run, partitioning.partitioned(other, part, elsewhere.spec)
+            run = lambda *args: jax.lax.platform_dependent(*args, cuda=on_cuda, default=off_cuda)  # noqa: E731
+    return _first_order(run, backend.name)
+
+
 def _forward(decision: selection.Decision, operands: Operands) -> tuple[Array, Array]:
     spec, backend = decision.spec, selection.backends()[decision.backend or ""]
     if getattr(backend, "native", False):
         out, lse = backend.forward(spec, operands)
     else:
-        run = partitioning.partitioned(backend, "forward", spec)
-        out, lse = _first_order(folds_vmap(run, spec), backend.name)(operands)
+        out, lse = _runner(decision, "forward", operands)(operands)
     return executed(out, _describe(spec, backend.name, "forward"), str(decision)), lse
 
 
@@ -69,8 +86,7 @@ def _backward(
     decision: selection.Decision, operands: Operands, out, lse, d_out, d_lse
 ) -> Gradients:
     spec, backend = decision.spec, selection.backends()[decision.backend or ""]
-    run = partitioning.partitioned(backend, "backward", spec)
-    grads = _first_order(folds_vmap(run, spec), backend.name)(operands, out, lse, d_out, d_lse)
+    grads = _runner(decision, "backward", operands)(operands, out, lse, d_out, d_lse)
     name = spec.gradients[0]
     marked = executed(getattr(grads, name), _describe(spec, backend.name, "backward"))
     return grads._replace(**{name: marked})
@@ -85,15 +101,8 @@ def attend(call: Call, operands: Operands) -> tuple[Array, Array]:
     native = getattr(known[forward.backend or ""], "native", False)
     if native and trained.backend in (None, forward.backend):
         return _forward(forward, operands)
-    try:
-        return _attend(call, operands)
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise NotImplementedError(
-            f"backend {forward.backend!r} has no forward-mode derivatives; pass"
-            " implementation='xla'"
-        ) from error
+    given = {n: reverse_only(getattr(operands, n), forward.backend or "") for n in every}
+    return _attend(call, operands._replace(**given))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -141,7 +150,8 @@ def _attend_bwd(call: Call, residuals: Any, cotangents: Any):
 
 
 def _as_operands(grads: Gradients) -> Operands:
-    return Operands(*[None] * len(Operands._fields))._replace(**grads._asdict())
+    cotangents: dict[str, Any] = grads._asdict()  # None is zero, and so is what is left out
+    return Operands(**cotangents)
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)

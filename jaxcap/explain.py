@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxcap import attention, selection
+from jaxcap import attention, device, selection
 from jaxcap.spec import DIFFERENTIABLE, AttentionSpec
 
 
@@ -77,7 +77,5 @@ def _spec_of(given: dict[str, Any]) -> AttentionSpec:
     jax.eval_shape(run, traced)
     concrete = [x for x in traced.values() if isinstance(x, jax.Array)]
     if concrete:
-        from jaxcap import device
-
         return found[0].replace(platform=device.platform(*concrete))
     return found[0]

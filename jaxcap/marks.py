@@ -1,14 +1,18 @@
-"""Two primitives: `executed` logs what a program holds, `batch_index` counts vmapped axes.
+"""Primitives: `executed` logs what a program holds, `batch_index` counts vmapped axes, `reverse_only`.
 
 jit, remat and scan trace functions that never run, so a log at trace time would lie. `executed` is
 an identity that survives into the program and reports when it is lowered, once a message.
 
 A vmapped axis counts as batch for dropout, although the function under vmap cannot see it.
 `batch_index` is `arange(B)`; its batching rule continues the count over the vmapped axis.
+
+JAX differentiates a `custom_vjp` forwards until it runs, or compiles, the result, and then names no
+reason. Before it stands `reverse_only`, an identity whose tangent can be transposed but not computed.
 """
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -71,7 +75,7 @@ def _iota(*markers, size):
 @_batch_index_p.def_abstract_eval
 def _batch_index_abstract(*markers, size):
     del markers
-    return jax.core.ShapedArray((size,), jnp.dtype("int32"))
+    return ShapedArray((size,), jnp.dtype("int32"))
 
 
 def _batch_index_batching(markers, dims, *, size):
@@ -83,7 +87,7 @@ def _batch_index_batching(markers, dims, *, size):
 def _batch_index_jvp(primals, tangents, **parameters):
     del tangents
     index = _batch_index_p.bind(*primals, **parameters)
-    return index, ad.Zero(jax.core.ShapedArray(index.shape, jax.dtypes.float0))
+    return index, ad.Zero(ShapedArray(index.shape, jax.dtypes.float0))
 
 
 _batch_index_p.def_impl(_iota)
@@ -95,3 +99,35 @@ ad.primitive_jvps[_batch_index_p] = _batch_index_jvp
 def batch_index(size: int, *markers: Array) -> Array:
     """[size] int32 indices of batch entries, counting on over vmapped axes of any of `markers`."""
     return _batch_index_p.bind(*markers, size=size)
+
+
+_reverse_only_p = Primitive("jaxcap_reverse_only")
+_tangent_p = Primitive("jaxcap_reverse_only_tangent")
+
+
+def _no_tangent(*args, backend):
+    del args
+    raise NotImplementedError(
+        f"backend {backend!r} has no forward-mode derivatives; pass implementation='xla'"
+    )
+
+
+def _reverse_only_jvp(primals, tangents, *, backend):
+    primal = _reverse_only_p.bind(*primals, backend=backend)
+    return primal, _tangent_p.bind(ad.instantiate_zeros(tangents[0]), backend=backend)
+
+
+_reverse_only_p.def_impl(lambda x, *, backend: x)
+mlir.register_lowering(_reverse_only_p, lambda ctx, x, *, backend: [x])
+ad.primitive_jvps[_reverse_only_p] = _reverse_only_jvp
+_tangent_p.def_impl(_no_tangent)
+mlir.register_lowering(_tangent_p, _no_tangent)
+ad.deflinear2(_tangent_p, lambda cotangent, x, *, backend: [cotangent])
+for _p in (_reverse_only_p, _tangent_p):
+    _p.def_abstract_eval(lambda x, *, backend: x)
+    batching.defvectorized(_p)
+
+
+def reverse_only(x: Array, backend: str) -> Array:
+    """`x`, of which forward-mode derivatives raise an error that names the backend."""
+    return _reverse_only_p.bind(x, backend=backend)

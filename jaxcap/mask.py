@@ -46,7 +46,7 @@ def _side(start, size, offset, positions, lengths, segments) -> Side:
     index = start + jnp.arange(size, dtype=jnp.int32)
     return Side(
         position=(index + offset)[None] if positions is None else _slice(positions, start, size),
-        valid=None if lengths is None else index < lengths[:, None],
+        valid=None if lengths is None else index[None] < lengths[:, None],
         segment=None if segments is None else _slice(segments, start, size),
     )
 

@@ -4,10 +4,12 @@ It materialises the `[B, N, T, S]` logits. JAX differentiates it by itself, forw
 derivatives included, partitions it over any axis and exports it to any platform.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from jaxcap import dropout, mask, softcap
+from jaxcap import dropout, explicit, mask, softcap
 from jaxcap.spec import Array, AttentionSpec, Operands
 
 
@@ -41,6 +43,9 @@ class XLA:
         return []
 
     def forward(self, spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
+        return explicit.native(functools.partial(self._forward, spec), operands)
+
+    def _forward(self, spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
         kv_heads, group, acc = spec.kv_heads, spec.group_size, spec.accumulator
         exact = precision_of(spec)
         q, k, v = operands.query, operands.key, operands.value

@@ -9,7 +9,6 @@ it and its line in `MODULES`, or, from outside this package, a call of `register
 import contextlib
 import dataclasses
 import importlib
-import importlib.util
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -76,13 +75,12 @@ def backends() -> dict[str, Backend]:
     """Every backend of this installation by name, whether or not it can run here."""
     for name, module in MODULES.items():
         if name not in _registry:
-            with contextlib.suppress(ModuleNotFoundError):
-                _registry[name] = importlib.import_module(module).BACKEND
+            _registry[name] = importlib.import_module(module).BACKEND
     return dict(_registry)
 
 
 def preference(spec: AttentionSpec) -> list[str]:
-    order = list(CAPPED if spec.softcap is not None else PLAIN)
+    order: list[str] = list(CAPPED if spec.softcap is not None else PLAIN)
     for name, before in _before.items():
         order.insert(order.index(before) if before in order else len(order), name)
     known = backends()
@@ -122,6 +120,7 @@ def requested(implementation: str | None) -> str | None:
     return check_name(ENVIRONMENT.backend, "JAXCAP_BACKEND")
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Decision:
     """What was chosen for a spec and why not the others; `backend` is None where none can run."""
@@ -130,6 +129,9 @@ class Decision:
     backend: str | None
     requested: str | None
     reasons: dict[str, tuple[str, ...]]  # in order of preference; empty tuples for those that can
+
+    def __hash__(self) -> int:
+        return hash((self.spec, self.backend, self.requested))
 
     def __str__(self) -> str:
         width = max(len(name) for name in self.reasons)

@@ -53,6 +53,11 @@ class Operands(NamedTuple):
     dropout: Dropout | None = None
 
 
+def shape_of(x: Array) -> tuple[int, int, int, int]:
+    batch, heads, rows, columns = x.shape
+    return batch, heads, rows, columns
+
+
 class Gradients(NamedTuple):
     """Cotangents in the shape and dtype of their operands; None where not asked for."""
 
@@ -131,9 +136,9 @@ class AttentionSpec:
         _, key_length, kv_heads, value_size = operands.value.shape
         changes: dict[str, Any] = {}
         if operands.bias is not None:
-            changes["bias_shape"] = tuple(operands.bias.shape)
+            changes["bias_shape"] = shape_of(operands.bias)
         if operands.mask is not None:
-            changes["mask_shape"] = tuple(operands.mask.shape)
+            changes["mask_shape"] = shape_of(operands.mask)
         return self.replace(
             batch=batch,
             query_length=query_length,
