@@ -1,0 +1,12 @@
+"""Flax Linen modules with capped attention; see `jaxcap.attention_fn` for capping Flax's own.
+
+B batch, T and S query and key length, N query heads, K key/value heads, H head size; masks keep
+where they are True.
+"""
+
+from jaxcap.linen.attention import DotProductAttention
+from jaxcap.linen.layer import TransformerLayer
+from jaxcap.linen.multihead import MultiHeadAttention
+from jaxcap.modules.layer import TransformerLayerType
+
+__all__ = ["DotProductAttention", "MultiHeadAttention", "TransformerLayer", "TransformerLayerType"]

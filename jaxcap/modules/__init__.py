@@ -1,0 +1,1 @@
+"""What the NNX and the Linen modules share."""
