@@ -1,0 +1,1 @@
+"""Backend `pallas`: attention kernels in Pallas Mosaic GPU for Hopper (sm90)."""

@@ -1,0 +1,56 @@
+"""Backend `pallas`: what it cannot do, and the way to its kernels. Mosaic is imported on first use."""
+
+from jaxcap.spec import Array, AttentionSpec, Gradients, Operands
+
+MAX_HEAD_SIZE = 256
+DTYPES = ("bfloat16", "float16")
+
+
+class Pallas:
+    name = "pallas"
+    cuda_only = True  # a call that is traced here and compiled for a CPU needs another backend
+
+    def reasons(self, spec: AttentionSpec) -> list[str]:
+        found = []
+        if spec.platform != "sm90":
+            found.append(f"the kernels are for sm90 (Hopper), this call runs on {spec.platform}")
+        if spec.dtype not in DTYPES:
+            found.append(f"bfloat16 and float16 only, got {spec.dtype}: `blockwise` takes it")
+        for what, size in (("head", spec.head_size), ("value", spec.value_size)):
+            if size % 8 or not 8 <= size <= MAX_HEAD_SIZE:
+                found.append(
+                    f"{what} sizes are multiples of 8 up to {MAX_HEAD_SIZE}, got {size}: pad with zeros"
+                )
+        sizes = (spec.batch, spec.query_length, spec.key_length, spec.query_heads)
+        if min(sizes) < 1:
+            found.append("an axis of length 0")
+        if spec.bias_dtype not in (None, "float32", "bfloat16", "float16"):
+            found.append(f"a bias in float32, bfloat16 or float16, got {spec.bias_dtype}")
+        if spec.context_parallel is not None:
+            found.append("context parallelism is above the kernels")
+        if spec.gradients and not found:
+            from jaxcap.pallas import backward
+
+            found += backward.reasons(spec)
+        return found
+
+    def forward(self, spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
+        from jaxcap.pallas import config, forward_sm90
+
+        return forward_sm90.forward(spec, operands, config.forward_config(spec))
+
+    def backward(
+        self,
+        spec: AttentionSpec,
+        operands: Operands,
+        out: Array,
+        lse: Array,
+        d_out: Array,
+        d_lse: Array | None,
+    ) -> Gradients:
+        from jaxcap.pallas import backward
+
+        return backward.backward(spec, operands, out, lse, d_out, d_lse)
+
+
+BACKEND = Pallas()

@@ -1,0 +1,87 @@
+"""Tile sizes and schedules of the forward kernel, with the evidence for each choice.
+
+Figures: one H200, 2026-11-30, JAX 0.11.2, driver 580, ptxas 13.0, bfloat16, cap 50, in TFLOP/s, burst
+(0.05 s after a pause) / sustained (0.25 s, 700 W, clock pulled down). Spread about 2%. `wW K` is W
+warpgroups and K keys, `eab` a of every b exp2 on the multiply-add pipe, `t` turns, `p` persistent.
+"""
+
+import dataclasses
+
+from jaxcap.spec import AttentionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardConfig:
+    """One forward kernel: `warpgroups` of 64 queries each share tiles of `keys` keys."""
+
+    warpgroups: int
+    keys: int
+    k_stages: int
+    v_stages: int
+    turns: bool = False  # the warpgroups issue their products by turns (ping-pong)
+    exp_fma: tuple[int, int] | None = None  # a of every b exp2 on the multiply-add pipe
+    exp_degree: int = 3
+    persistent: bool = False  # one CTA a multiprocessor takes many tiles; needs room for two of Q
+    registers: tuple[int, int] | None = None  # a thread, consumers and producer
+
+    @property
+    def queries(self) -> int:
+        return 64 * self.warpgroups
+
+    @property
+    def register_split(self) -> tuple[int, int]:
+        split = {1: (240, 40), 2: (240, 24), 3: (160, 32), 4: (112, 32)}
+        return self.registers or split[self.warpgroups]
+
+
+# Head size 256, causal 8k: this 776 / 715; e13 768 / 710; keys 80 772 / 705 with spills.
+WIDE = ForwardConfig(2, 64, 2, 2, turns=True)
+# 192, causal 8k: this 719 / 686; w2 96 t 734 / 677 with a spill of 24 bytes; w2 80 t e13 713 / 659.
+SIZE_192 = ForwardConfig(2, 80, 2, 2, turns=True)
+# 128, full 8k: this 654 / 605; e13 649 / 599; e13 p 658 / 598; w2 128 t 592 / 560; w3 48 e13 535 sustained.
+# Window 4096 of 8k: this 610 / 568; e13 608 / 558; p 610 / 566. w3 80 and 96 spill.
+SIZE_128 = ForwardConfig(3, 64, 4, 4)
+# 128, causal: this 646 / 598 at 8k and 673 / 612 at 32k (cap 30); without p 644 / 590 and 657 / 613; without
+# e13 645 / 592; with turns 631 / 582. 16 x 512: 330 / 369, without p 290 / 315, w2 64 e13 p 319 / 349.
+CAUSAL_128 = dataclasses.replace(SIZE_128, exp_fma=(1, 3), persistent=True)
+# 128, causal 16 x 1k, where 192 queries leave a third of the last tile empty: this 450 / 461; e13 449 / 442;
+# w3 64 e13 p 442 / 428; without p 389 / 390.
+CAUSAL_128_1K = ForwardConfig(2, 64, 4, 4, persistent=True)
+# 128 without a cap, full 8k: this 666 / 626; without p 651 / 596; w2 128 t 663 / 599. Causal 8k: 649 / 604.
+UNCAPPED_128 = dataclasses.replace(SIZE_128, persistent=True)
+# 96, causal 8k: this 527 / 488; without p 516 / 483; w3 80 e12 p 526 / 491.
+SIZE_96 = ForwardConfig(3, 64, 4, 4, exp_fma=(1, 2), persistent=True)
+# 64, causal 8k: this 417 / 414; w4 64 e12 p 408 / 388; w3 64 e12 408 / 404; w3 96 e23 t 400 / 393.
+SIZE_64 = ForwardConfig(4, 48, 4, 4, exp_fma=(1, 2), persistent=True)
+# Lengths, segments and positions at 64: scalars that SIZE_64 has no registers for.
+MASKED_64 = ForwardConfig(3, 64, 4, 4, exp_fma=(1, 2))
+# Bias, boolean masks, ALiBi, dropout: 240 registers a thread.
+HEAVY = ForwardConfig(2, 64, 4, 4)
+# One tile of 64 queries, or two.
+SHORT = ForwardConfig(1, 64, 4, 4)
+
+
+def forward_config(spec: AttentionSpec) -> ForwardConfig:
+    """The configuration that a call runs with."""
+    size = max(spec.head_size, spec.value_size)
+    positions = spec.query_positions or spec.kv_positions
+    masked = bool(spec.query_lengths or spec.kv_lengths or spec.segment_ids or positions)
+    heavy = spec.bias_shape or spec.mask_shape or spec.alibi or spec.dropout_rate
+    if size > 192:
+        return WIDE
+    if size > 128:
+        return SIZE_192
+    if spec.query_length <= 64:
+        return SHORT
+    if heavy or spec.query_length <= 128:
+        return HEAVY
+    if size <= 64:
+        return MASKED_64 if masked or spec.softcap is None else SIZE_64
+    if size <= 96:
+        return SIZE_96
+    if spec.softcap is None:
+        return UNCAPPED_128
+    low, high = spec.band
+    if low is not None or high is None or masked:
+        return SIZE_128
+    return CAUSAL_128_1K if 768 < spec.query_length <= 1536 else CAUSAL_128

@@ -1,0 +1,629 @@
+"""Forward kernel for Hopper: softmax(cap * tanh(scale * Q K^T / cap)) V, one CTA a tile of queries.
+
+Roles. Warpgroups 0..W-1 consume: each owns 64 queries and computes, tile of keys by tile of keys,
+
+    S = Q K^T;   P = exp2(score(S) - m);   l += rowsum(P);   O += P V
+
+with m a constant where the cap bounds the scores (`softcap.bounded_shift`), else the running
+maximum, for which l and O are rescaled. Warpgroup W produces: it issues the TMA loads.
+
+Schedule of a consumer, tile j: while P(j-1) V(j-1) runs, P(j) is computed from S(j). The wait for a
+product stands at the top of the next step, behind a branch: before the branch ptxas would move it up in
+front of the arithmetic.
+
+Barriers. mbarriers: q_full, one completion; k_full[s], v_full[s], one a use of slot s; a TMA copy a
+chunk arrives on them, every consumer waits for every completion. Named barriers (0..W+1
+belong to Mosaic GPU), 128 * (W + 1) threads each, but TURN with 256:
+  FREE + s          K slot s is read:  the consumers arrive once a use, the producer syncs before
+  FREE + stages + s V slot s is read:  every use but a slot's first
+  TURN + w          (turns) warpgroup w syncs before it issues its products, the one before it arrives
+                    after it issued its own; the last arrives on TURN once at the start, 0 syncs at the end
+  Q_FREE + s        (persistent) Q slot s is read: the consumers arrive in the tile after, the
+                    producer syncs before every use but a slot's first
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref
+
+from jaxcap import tile_tables, tiles
+from jaxcap.mask import keep_tile
+from jaxcap.pallas import instructions as ins
+from jaxcap.pallas import schedule
+from jaxcap.pallas import scores as sc
+from jaxcap.pallas.config import ForwardConfig
+from jaxcap.pallas.instructions import ACC, ROW, const
+from jaxcap.pallas.scores import Extras, Places, Scores, Tile
+from jaxcap.softcap import LOG2E, bounded_shift
+from jaxcap.spec import Array, AttentionSpec, Operands
+
+I32 = jnp.int32
+TURN, FREE = 5, 8
+Q_FREE = 6  # in place of TURN + 1
+MOST_TILES = 2**17  # whose order is worked out when the call is traced, at a microsecond each
+LN2 = math.log(2.0)
+
+
+def chunk_width(size: int) -> int:
+    """Columns of a chunk of a head of `size`: as wide as the swizzle, little of it unused."""
+    return 64 if -(-size // 32) % 2 == 0 else 32
+
+
+# ---- softmax of one tile ------------------------------------------------------------------------
+def softmax(
+    s: Any,
+    state: tuple,
+    tile: Tile,
+    extras: Extras,
+    call: Scores,
+    config: ForwardConfig,
+    shift: int | None,
+    masked: bool,
+):
+    """(P float32, state): state is (l,) in the bounded form, (l, m, alpha) in the online form.
+
+    l is a thread's own partial sum of its two rows, so that no shuffle is needed before the end.
+    """
+    shape = s.shape
+    columns = shape[1]
+
+    def body(ctx, s, state, scalars, arrays):
+        del ctx
+        x = ins.scalars(s)
+        at = Tile(*(v.registers[()] for v in scalars))
+        arrays = Extras(*arrays)
+        places = Places(at.q_first, at.k_first, columns)
+        order = places.registers()
+        keep = call.keep(places, at, arrays) if masked else (lambda *a: None)
+        drop = call.survives(places, at, arrays)
+        state = [ins.scalars(v) for v in state]
+        l = state[0]
+        partial: dict = {}
+
+        def count(p, half, e):
+            known = partial.get((half, e))
+            partial[half, e] = p if known is None else arith.addf(known, p)
+
+        p = []
+        if shift is not None:
+            # 1. P = 2**(cap * log2(e) * tanh - shift), no maximum.
+            for n, (i, half, e) in enumerate(order):
+                t, factor = call.capped(x[n])
+                if sc.uses_fma(n, config.exp_fma):
+                    value = sc.exp2_fma(t, factor, shift, config.exp_degree)
+                elif shift:
+                    value = sc.exp2(sc.fma(t, const(factor), const(float(-shift))))
+                else:
+                    value = sc.exp2(arith.mulf(t, const(factor)))
+                value = sc.select(keep(i, half, e), value, const(0.0))
+                count(value, half, e)
+                p.append(value)
+            new = [[arith.addf(l[h], arith.addf(partial[h, 0], partial[h, 1])) for h in (0, 1)]]
+        else:
+            # 1. Exponents, -inf where masked; without a cap and a bias the factor joins the
+            #    subtraction of the maximum.
+            added = call.added(places, at, arrays)
+            factor = call.inner if call.softcap is None and not call.additive else 1.0
+            late = factor != 1.0 and factor > 0
+            y = []
+            for n, (i, half, e) in enumerate(order):
+                if late:
+                    value = x[n]
+                else:
+                    t, outer = call.capped(x[n])
+                    value = arith.mulf(t, const(outer)) if outer != 1.0 else t
+                    value = added(value, i, half, e)
+                y.append(sc.select(keep(i, half, e), value, const(sc.NEGATIVE)))
+            # 2. The maximum of each row; where all is -inf, zero stands in for it.
+            m_old = state[1]
+            m, base, alpha = [], [], []
+            for half in (0, 1):
+                row = [v for v, (_, h, _) in zip(y, order, strict=True) if h == half]
+                top = functools.reduce(sc.maximum, row[1::2], row[0])
+                top = sc.maximum(top, functools.reduce(sc.maximum, row[2::2], row[1]))
+                top = sc.quad_max(top)
+                if late:
+                    top = arith.mulf(top, const(factor))
+                new_m = sc.maximum(m_old[half], top)
+                none = arith.cmpf(arith.CmpFPredicate.OEQ, new_m, const(sc.NEGATIVE))
+                m.append(new_m)
+                base.append(arith.select(none, const(0.0), new_m))
+                alpha.append(sc.exp2(arith.subf(m_old[half], base[half])))
+            # 3. P = 2**(y - m).
+            negative = [arith.subf(const(0.0), b) for b in base]
+            for n, (_, half, e) in enumerate(order):
+                if late:
+                    value = sc.exp2(sc.fma(y[n], const(factor), negative[half]))
+                else:
+                    value = sc.exp2(arith.addf(y[n], negative[half]))
+                count(value, half, e)
+                p.append(value)
+            sums = [arith.addf(partial[h, 0], partial[h, 1]) for h in (0, 1)]
+            new = [[sc.fma(l[h], alpha[h], sums[h]) for h in (0, 1)], m, alpha]
+        if drop is not None:
+            p = [arith.select(drop[at_], v, const(0.0)) for v, at_ in zip(p, order, strict=True)]
+        rows = tuple(ins.fragment(v, (64,), ROW) for v in new)
+        return (ins.fragment(p, shape, ACC), *rows)
+
+    numbers = tuple(jnp.asarray(x, jnp.int32) for x in tile)
+    given = jax.tree.map(lambda _: plgpu.RefType(), extras)
+    rows = tuple(ins.struct((64,), jnp.float32, ROW) for _ in state)
+    done = plgpu.inline_mgpu(
+        arg_types=(ACC, (ROW,) * len(state), (ins.SPLAT,) * len(numbers), tuple(given)),
+        return_type=(ins.struct(shape, jnp.float32, ACC), *rows),
+    )(body)(s, state, numbers, tuple(extras))
+    return done[0], tuple(done[1:])
+
+
+def rescaled(acc: Any, alpha: Any) -> Any:
+    """O * alpha, row by row."""
+
+    def body(ctx, acc, alpha):
+        del ctx
+        a = ins.scalars(alpha)
+        out = [arith.mulf(v, a[n // 2 % 2]) for n, v in enumerate(ins.scalars(acc))]
+        return ins.fragment(out, acc.shape, ACC)
+
+    shape = ins.struct(acc.shape, jnp.float32, ACC)
+    return ins.inline(body, [(acc, ACC), (alpha, ROW)], shape)
+
+
+def finished(acc, state, lse, sinks, tile: Tile, call: Scores, shift: int | None, dtype: Any):
+    """O / l in 16 bits; writes the log-sum-exp of the rows that are there. Empty rows: 0 and -inf."""
+    rate = call.dropout_rate
+
+    def body(ctx, acc, state, lse_ref, sink_refs, scalars):
+        del ctx
+        at = Tile(*(v.registers[()] for v in scalars))
+        places = Places(at.q_first, at.k_first, 8)
+        state = [ins.scalars(v) for v in state]
+        lane, _ = ins.lane_and_warp()
+        factors = []
+        for half in (0, 1):
+            row = places.rows[half]
+            l = sc.quad_sum(state[0][half])
+            m = const(float(shift)) if shift is not None else state[1][half]
+            inside = sc.compare(row, "slt", at.q_stop)
+            zero = arith.cmpf(arith.CmpFPredicate.OEQ, l, const(0.0))
+            empty = arith.ori(zero, arith.xori(inside, arith.constant(inside.type, 1)))
+            total = arith.addf(sc.log2(l), m)  # log2 of the sum
+            factor = arith.divf(const(1.0 / (1.0 - rate)), l)
+            if sink_refs:
+                # total' = log2(2**total + 2**sink), O *= 2**(total - total')
+                sink = sc.load(sink_refs[0], sc.row_of(sink_refs[0], at.batch), at.head)
+                sink = arith.mulf(sink, const(LOG2E))
+                total = arith.select(empty, const(sc.NEGATIVE), total)
+                top = sc.maximum(total, sink)
+                none = arith.cmpf(arith.CmpFPredicate.OEQ, top, const(sc.NEGATIVE))
+                base = arith.select(none, const(0.0), top)
+                parts = [sc.exp2(arith.subf(x, base)) for x in (total, sink)]
+                joint = arith.addf(base, sc.log2(arith.addf(*parts)))
+                factor = arith.mulf(factor, sc.exp2(arith.subf(total, joint)))
+                value = joint
+            else:
+                value = arith.select(empty, const(sc.NEGATIVE), total)
+            value = arith.mulf(value, const(LN2))
+            factors.append((factor, empty))
+            first = sc.compare(arith.andi(lane, const(3)), "eq", const(0))
+            there = sc.compare(row, "slt", const(call.query_length))
+            with mgpu.when(arith.andi(first, there)):
+                index = ir.IndexType.get()
+                where = [arith.index_cast(index, x) for x in (at.batch, at.head, row)]
+                memref.store(value, lse_ref, where)
+        out = []
+        for n, v in enumerate(ins.scalars(acc)):
+            factor, empty = factors[n // 2 % 2]
+            out.append(arith.select(empty, const(0.0), arith.mulf(v, factor)))
+        return ins.fragment(out, acc.shape, ACC)
+
+    numbers = tuple(jnp.asarray(x, jnp.int32) for x in tile)
+    sinks = () if sinks is None else (sinks,)
+    refs = plgpu.RefType()
+    out = plgpu.inline_mgpu(
+        arg_types=(
+            ACC,
+            (ROW,) * len(state),
+            refs,
+            (refs,) * len(sinks),
+            (ins.SPLAT,) * len(numbers),
+        ),
+        return_type=ins.struct(acc.shape, jnp.float32, ACC),
+    )(body)(acc, state, lse, sinks, numbers)
+    return ins.to_16bit(out, dtype)
+
+
+# ---- what the kernel is told beside Q, K and V ---------------------------------------------------
+def live_keys(spec: AttentionSpec, operands: Operands) -> Array:
+    """[B or 1, S] int8: keys that some query of the batch entry attends."""
+    kept = keep_tile(spec, operands, 0, spec.query_length, 0, spec.key_length)
+    assert kept is not None  # where nothing masks nobody asks
+    kept = jnp.any(kept, axis=(1, 2))
+    return jnp.broadcast_to(kept, (kept.shape[0], spec.key_length)).astype(jnp.int8)
+
+
+def side_arrays(spec: AttentionSpec, operands: Operands, grid: tiles.Grid) -> dict[str, Array]:
+    """Arrays in global memory by name; an absent one is not a kernel argument."""
+    found: dict[str, Array | None] = {
+        "query_lengths": operands.query_lengths,
+        "kv_lengths": operands.kv_lengths,
+        "sinks": operands.sinks,
+        "bias": operands.bias,
+        "mask": None if operands.mask is None else operands.mask.astype(jnp.int8),
+        "query_segments": operands.query_segment_ids,
+        "kv_segments": operands.kv_segment_ids,
+        "query_positions": operands.query_positions,
+        "kv_positions": operands.kv_positions,
+        "alibi": operands.alibi_slopes,
+    }
+    if operands.dropout is not None and spec.dropout_rate:
+        drop = operands.dropout
+        found["dropout_rng"] = lax.bitcast_convert_type(drop.rng, jnp.int32)
+        for name in ("batch", "head", "query", "key"):
+            found["dropout_" + name] = getattr(drop, name)
+    if tile_tables.needs_pairs(spec):
+        visits = tile_tables.visits(*tile_tables.pairs(spec, operands, grid))
+        found |= {"order": visits.order, "partial": visits.partial, "stop": visits.stop}
+        found["live"] = live_keys(spec, operands)
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def attended(spec: AttentionSpec, q_stop: Any, k_stop: Any) -> tuple[Any, Any]:
+    """Keys [first, stop) that the band and the lengths leave to some query."""
+    low, high = spec.band
+    if spec.query_positions or spec.kv_positions:
+        low = high = None
+    first = 0 if low is None else max(low + spec.query_offset, 0)
+    if high is not None:
+        k_stop = tiles._min(k_stop, q_stop + (spec.query_offset + high))
+    return first, k_stop
+
+
+# ---- kernel -------------------------------------------------------------------------------------
+def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> tuple[Array, Array]:
+    """(out [B, T, N, V], lse [B, N, T])."""
+    B, T, N, H = operands.query.shape
+    _, S, K, V = operands.value.shape
+    dtype = operands.query.dtype
+    W, keys, stages = config.warpgroups, config.keys, (config.k_stages, config.v_stages)
+    rows, threads = 64 * W, 128 * (W + 1)
+    assert keys % 16 == 0 and FREE + sum(stages) <= 16
+    assert not (config.turns and config.persistent)  # they share names of barriers
+
+    grid = tiles.Grid.of(spec, rows, keys)
+    call = Scores.of(spec, grid)
+    # In a single tile the maximum costs nothing, and the largest probability is exactly one.
+    shift = bounded_shift(spec, spec.dtype) if keys < S else None
+    side = side_arrays(spec, operands, grid)
+    tabled = "order" in side
+    banded = grid.low is not None or grid.high is not None
+    own = tiles.Grid.of(spec, 64, keys) if banded and not tabled else None
+    dynamic = "kv_lengths" in side or "query_lengths" in side
+    masks = call.masks or tabled
+    # Whether keys that nobody attends may lie in a tile that is visited.
+    first_key, last_key = attended(spec, T, S)
+    cleans = tabled or dynamic or first_key > 0 or last_key < S
+    if not masks:
+        lead_most = trail_most = 0
+    elif dynamic or tabled:
+        lead_most = trail_most = schedule.ALWAYS
+    else:
+        lead_most, trail_most = schedule.masked_at_most(grid, own, T)
+
+    wq, wv = chunk_width(H), chunk_width(V)
+    cq, cv = -(-H // wq), -(-V // wv)
+    share = (cq, wq) == (cv, wv)  # O is staged where Q was
+    heads = next(g for g in range(min(8, B * N), 0, -1) if B * N % g == 0)
+    place_of = functools.partial(
+        schedule.coordinates,
+        q_tiles=grid.q_tiles,
+        heads=heads,
+        heavy_first=grid.high is not None and grid.low is None,
+    )
+    total = B * N * grid.q_tiles
+    workers = multiprocessors()
+    persistent = config.persistent and share and not dynamic and not tabled
+    persistent = persistent and workers < total <= MOST_TILES
+    if persistent:
+        _, i = place_of(np.arange(total), div=np.floor_divide, rem=np.remainder)
+        costs = schedule.band_steps(grid, None, i, 0, T, S).count + schedule.OVERHEAD
+        side["work"] = jnp.asarray(schedule.work_table(costs, workers))
+    q_slots = 2 if persistent else 1
+    names = list(side)
+
+    def kernel(q, k, v, *refs):
+        refs = list(refs)
+        given = {name: refs.pop(0) for name in names}
+        out, lse, qs, ks, vs, *rest = refs
+        os = qs if share else rest.pop(0)
+        q_full, k_full, v_full = rest
+        wg, cta = lax.axis_index("wg"), lax.axis_index("x")
+        none = wg * 0  # a zero that is no constant: slices may reach past the end of an array
+        k_slot = lambda n: lax.rem(n, I32(stages[0]))
+        v_slot = lambda n: lax.rem(n, I32(stages[1]))
+        extras = Extras(
+            *(given.get(name) for name in Extras._fields[:-1]),
+            dropout=tuple(given["dropout_" + x] for x in ("rng", "batch", "head", "query", "key"))
+            if "dropout_rng" in given
+            else None,
+        )
+
+        def for_each_tile(body, carry):
+            """body(n, index of the tile, carry) for the tiles of this CTA."""
+            if not persistent:
+                return body(I32(0), cta, carry)
+            work = given["work"]
+            step = lambda n, c: body(n, work[cta, n + 1], c)
+            return lax.fori_loop(I32(0), work[cta, 0], step, carry)
+
+        class Work:
+            """One tile of queries: where it is, and its KV tiles step by step."""
+
+            def __init__(self, index):
+                div = lambda x, y: lax.div(x, I32(y))
+                rem = lambda x, y: lax.rem(x, I32(y))
+                bh, self.i = place_of(index, div=div, rem=rem)
+                self.b, self.h = div(bh, N), rem(bh, N)
+                self.q_first = self.i * rows
+                self.q_stop = given["query_lengths"][self.b] if "query_lengths" in given else T
+                self.k_stop = given["kv_lengths"][self.b] if "kv_lengths" in given else S
+                if tabled:
+                    stop, partial = self.entry("stop", self.i), self.entry("partial", self.i)
+                    count = lax.max(stop, I32(1))
+                    lead = jnp.where(stop > 0, partial, I32(1))
+                    self.steps = schedule.Steps(None, count, I32(0), count, lead, count)
+                else:
+                    self.steps = self.band(None)
+
+            def entry(self, name, *index):
+                ref = given[name]
+                at = [
+                    x if size > 1 else 0
+                    for x, size in zip((self.b, self.h), ref.shape[:2], strict=True)
+                ]
+                return ref[(*at, *index)]
+
+            def band(self, own):
+                found = schedule.band_steps(grid, own, self.i, wg, self.q_stop, self.k_stop)
+                return schedule.Steps(*(jnp.asarray(x, jnp.int32) for x in found))
+
+            def own_steps(self):
+                return self.steps if own is None else self.band(own)
+
+            def k_first(self, j):
+                tile = self.entry("order", self.i, j) if tabled else self.steps.last - 1 - j
+                return tile * keys
+
+        @pl.when(wg < W)
+        def consumer():
+            plgpu.set_max_registers(config.register_split[0], action="increase")
+            free_k = lambda n: ins.named_barrier("arrive", FREE + k_slot(n), threads)
+            free_v = lambda n: ins.named_barrier("arrive", FREE + stages[0] + v_slot(n), threads)
+            my_turn = your_turn = lambda: None
+            if config.turns:
+                after = lax.rem(wg + 1, I32(W))
+                my_turn = lambda: ins.named_barrier("sync", TURN + wg, 256)
+                your_turn = lambda: ins.named_barrier("arrive", TURN + after, 256)
+                pl.when(wg == W - 1)(lambda: ins.named_barrier("arrive", TURN, 256))
+            # Units of 16 bytes: of a slot, and where the buffers begin.
+            q_size, k_size, v_size = (
+                c * r * w // 8 for c, r, w in ((cq, rows, wq), (cq, keys, wq), (cv, keys, wv))
+            )
+            q_base, k_base, v_base = (
+                ins.base_of(x, 2 * w) for x, w in ((qs, wq), (ks, wq), (vs, wv))
+            )
+            q_base = q_base + wg * (64 * wq // 8)
+
+            def tile(n, index, used):
+                """One tile of queries; `used`: KV slots used before it."""
+                work = Work(index)
+                begin, end, lead, full = work.own_steps()[2:]
+                count = work.steps.count
+                q_slot = lax.rem(n, I32(q_slots))
+
+                def clean(j):
+                    """Rows of V that nobody attends may hold NaN: zero them."""
+                    if not cleans:
+                        return
+                    first, stop = attended(spec, work.q_stop, work.k_stop)
+                    extra = [ins.scalar(x) for x in (work.k_first(j), first, stop, work.b)]
+                    if "live" in given:
+                        extra.append((given["live"], plgpu.RefType()))
+                    slot = v_slot(used + j)
+                    dirty = (j < lead) | (j >= full)
+                    pl.when(dirty)(lambda: ins.zero_rows(vs, slot, dead_key, extra, 2 * wv))
+
+                def skip(j, _):
+                    plgpu.barrier_wait(k_full.at[k_slot(used + j)])
+                    my_turn()
+                    your_turn()
+                    free_k(used + j)
+                    plgpu.barrier_wait(v_full.at[v_slot(used + j)])
+                    free_v(used + j)
+
+                def score(j, s, state, masked):
+                    first = work.q_first + wg * 64
+                    at = Tile(first, work.k_first(j), work.b, work.h, work.k_stop, work.q_stop)
+                    return softmax(s, state, at, extras, call, config, shift, masked)
+
+                # Where a slot begins is worked out a step ahead and carried: it is needed at once.
+                k_unit = lambda j: k_base + k_slot(used + j) * k_size
+                v_unit = lambda j: v_base + v_slot(used + j) * v_size
+                shapes = ((cq, rows, wq), (cq, keys, wq))
+                qk = lambda unit: ins.qk(q_tile, unit, *shapes, H, 2 * wq, dtype)
+                pv = lambda o, p, unit: ins.pv(o, p, unit, keys, 2 * wv, dtype)
+
+                # 1. S(begin) and P(begin).
+                plgpu.barrier_wait(q_full.at[q_slot])
+                q_tile = q_base + q_slot * q_size
+                if own is not None:
+                    lax.fori_loop(I32(0), begin, skip, None)
+                plgpu.barrier_wait(k_full.at[k_slot(used + begin)])
+                my_turn()
+                s = qk(k_unit(begin))
+                your_turn()
+                plgpu.wgmma_wait(0)
+                s = ins.settled(s)
+                free_k(used + begin)
+                if persistent:  # by now the store of the tile before has read its slot
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    free_q = lambda: ins.named_barrier("arrive", Q_FREE + 1 - q_slot, threads)
+                    pl.when(n > 0)(free_q)
+                state = (filled((64,), ROW),)
+                if shift is None:
+                    state += (filled((64,), ROW, -jnp.inf), filled((64,), ROW))
+                p, state = score(begin, s, state, masks)
+
+                # 2. S(j) beside O += P(j-1) V(j-1), then P(j) beside the latter.
+                def drain(j, p, o, state):
+                    """O += P(j-1) V(j-1) is done: its slot is free, O takes the new maximum's scale."""
+                    plgpu.wgmma_wait(0)
+                    pl.when(j > begin)(lambda: free_v(used + j - 1))
+                    if shift is None:
+                        o = rescaled(ins.settled(o), state[2])
+                    return ins.to_16bit(p, dtype), o
+
+                def step(j, carry, masked):
+                    p, o, state, (k_at, v_at) = carry
+                    p, o = drain(j - 1, p, o, state)
+                    plgpu.barrier_wait(k_full.at[k_slot(used + j)])
+                    my_turn()
+                    s = qk(k_at)
+                    plgpu.barrier_wait(v_full.at[v_slot(used + j - 1)])
+                    clean(j - 1)
+                    o = pv(o, p, v_at)
+                    your_turn()
+                    plgpu.wgmma_wait(1)
+                    s = ins.settled(s)
+                    free_k(used + j)
+                    p, state = score(j, s, state, masked)
+                    return p, o, state, (k_unit(j + 1), v_unit(j))
+
+                carry = (p, filled((64, V), ACC), state, (k_unit(begin + 1), v_unit(begin)))
+                at = begin + 1
+                parts = ((lead, lead_most - 1, True), (full, 1, False), (end, trail_most, True))
+                for stop, most, masked in parts:
+                    if most > 0:
+                        stop = jnp.clip(stop, at, end)
+                        one = functools.partial(step, masked=masked)
+                        carry = lax.fori_loop(at, stop, one, carry)
+                        at = stop
+
+                # 3. The last product, O / l and the log-sum-exp.
+                p, o, state, (_, v_at) = carry
+                p, o = drain(end - 1, p, o, state)
+                plgpu.barrier_wait(v_full.at[v_slot(used + end - 1)])
+                clean(end - 1)
+                o = pv(o, p, v_at)
+                plgpu.wgmma_wait(0)
+                o = ins.settled(o)
+                free_v(used + end - 1)
+                if own is not None:
+                    lax.fori_loop(end, count, skip, None)
+                first = work.q_first + wg * 64
+                where = Tile(first, I32(0), work.b, work.h, work.k_stop, work.q_stop)
+                o = finished(o, state, lse, given.get("sinks"), where, call, shift, dtype)
+                ins.store_rows(o, os, q_slot, wg * 64, 2 * wv)
+                plgpu.commit_smem()
+                for c in range(cv):
+                    at = out.at[work.b, pl.ds(first, 64), work.h, pl.ds(none + c * wv, wv)]
+                    plgpu.copy_smem_to_gmem(os.at[q_slot, c, pl.ds(wg * 64, 64)], at)
+                return used + count
+
+            for_each_tile(tile, I32(0))
+            if config.turns:
+                pl.when(wg == 0)(lambda: ins.named_barrier("sync", TURN, 256))
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == W)
+        def producer():
+            plgpu.set_max_registers(config.register_split[1], action="decrease")
+
+            def tile(n, index, used):
+                work = Work(index)
+                hk = lax.div(work.h, I32(N // K))
+                q_slot = lax.rem(n, I32(q_slots))
+                if persistent:
+                    wait = lambda: ins.named_barrier("sync", Q_FREE + q_slot, threads)
+                    pl.when(n >= q_slots)(wait)
+                for c in range(cq):
+                    at = q.at[work.b, pl.ds(work.q_first, rows), work.h, pl.ds(none + c * wq, wq)]
+                    plgpu.copy_gmem_to_smem(at, qs.at[q_slot, c], q_full.at[q_slot])
+
+                @pl.loop(I32(0), work.steps.count)
+                def _(j):
+                    first, m = work.k_first(j), used + j
+                    for x, smem, full, slot, most, base, chunks, width in (
+                        (k, ks, k_full, k_slot(m), stages[0], FREE, cq, wq),
+                        (v, vs, v_full, v_slot(m), stages[1], FREE + stages[0], cv, wv),
+                    ):
+                        wait = functools.partial(ins.named_barrier, "sync", base + slot, threads)
+                        pl.when(m >= most)(wait)
+                        for c in range(chunks):
+                            at = x.at[
+                                work.b, pl.ds(first, keys), hk, pl.ds(none + c * width, width)
+                            ]
+                            plgpu.copy_gmem_to_smem(at, smem.at[slot, c], full.at[slot])
+
+                return used + work.steps.count
+
+            for_each_tile(tile, I32(0))
+
+    def dead_key(row, first_key, first, stop, batch, *live):
+        """Whether nobody attends the key in a row of a tile of V."""
+        key = arith.addi(row, first_key.registers[()])
+        dead = sc.compare(key, "slt", first.registers[()])
+        dead = arith.ori(dead, sc.compare(key, "sge", stop.registers[()]))
+        if live:
+            value = sc.load(live[0], sc.row_of(live[0], batch.registers[()]), sc.clipped(key, S))
+            dead = arith.ori(dead, sc.compare(value, "eq", arith.constant(value.type, 0)))
+        return dead
+
+    def buffer(*shape):
+        return plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(2 * shape[-1]),))
+
+    call_kernel = plgpu.kernel(
+        kernel,
+        out_type=[
+            jax.ShapeDtypeStruct((B, T, N, V), dtype),
+            jax.ShapeDtypeStruct((B, N, T), jnp.float32),
+        ],
+        grid=(workers if persistent else total,),
+        grid_names=("x",),
+        num_threads=W + 1,
+        thread_name="wg",
+        scratch_types=[
+            buffer(q_slots, cq, rows, wq),
+            buffer(stages[0], cq, keys, wq),
+            buffer(stages[1], cv, keys, wv),
+            *([] if share else [buffer(1, cv, rows, wv)]),
+            plgpu.Barrier(num_arrivals=cq, num_barriers=q_slots),
+            plgpu.Barrier(num_arrivals=cq, num_barriers=stages[0]),
+            plgpu.Barrier(num_arrivals=cv, num_barriers=stages[1]),
+        ],
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+    )
+    return tuple(call_kernel(operands.query, operands.key, operands.value, *side.values()))
+
+
+def multiprocessors() -> int:
+    """Of the GPU here, or of an H200 where there is none."""
+    try:
+        return getattr(jax.devices("gpu")[0], "core_count", 132)
+    except RuntimeError:
+        return 132
+
+
+def filled(shape: tuple[int, ...], layout: Any, value: float = 0.0) -> Any:
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)

@@ -1,0 +1,409 @@
+"""The sm90 forward kernel: what compiles, its arithmetic and its schedule on CPU, and itself on a GPU."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxcap import tiles
+from jaxcap.pallas import config, schedule
+from jaxcap.pallas.backend import BACKEND
+from jaxcap.softcap import LOG2E, bounded_shift
+from jaxcap.spec import AttentionSpec, Dropout, Operands
+from tests import compile_sm90
+
+BASE = AttentionSpec(
+    batch=2,
+    query_length=8192,
+    key_length=8192,
+    query_heads=32,
+    kv_heads=16,
+    head_size=128,
+    value_size=128,
+    dtype="bfloat16",
+    scale=128**-0.5,
+    softcap=50.0,
+    is_causal=True,
+    platform="sm90",
+)
+
+
+def sized(head: int, value: int | None = None, **changes) -> AttentionSpec:
+    return BASE.replace(head_size=head, value_size=value or head, scale=head**-0.5, **changes)
+
+
+def length(t: int, s: int | None = None) -> dict:
+    return {"query_length": t, "key_length": s or t}
+
+
+FULL = {"is_causal": False}
+PLAIN = {"softcap": None}
+MASK, BIAS = (2, 32, 8192, 8192), (1, 32, 8192, 8192)
+
+#: name: (spec, bytes of spill stores that are allowed). Spills of a few bytes lie outside the loops.
+PROGRAMS = {
+    "d64": (sized(64), 0),
+    "d64_full": (sized(64, **FULL), 0),
+    "d64_plain": (sized(64, **PLAIN), 0),
+    "d96": (sized(96), 0),
+    "d128": (sized(128), 8),
+    "d128_full": (sized(128, **FULL), 0),
+    "d128_window": (sized(128, window=(4095, 0)), 0),
+    "d128_1k": (sized(128, **length(1024)), 0),
+    "d128_f16": (sized(128, dtype="float16", softcap=8.0), 8),
+    "d128_plain": (sized(128, **PLAIN), 32),  # 666 TFLOP/s with it
+    "d128_plain_full": (sized(128, **PLAIN, **FULL), 32),
+    "d192": (sized(192), 0),
+    "d256": (sized(256), 0),
+    "d256_plain": (sized(256, **PLAIN), 0),
+    "d256_full": (sized(256, **FULL), 0),
+    "lengths": (sized(128, query_lengths=True, kv_lengths=True), 32),
+    "segments": (sized(128, segment_ids=True), 32),
+    "positions": (sized(128, query_positions=True, kv_positions=True, window=(99, 9)), 32),
+    "mask": (sized(128, mask_shape=MASK), 0),
+    "bias": (sized(128, bias_shape=BIAS, bias_dtype="bfloat16"), 0),
+    "alibi": (sized(128, alibi=True), 0),
+    "dropout": (sized(128, dropout_rate=0.1), 0),
+    "sinks": (sized(128, sinks=True), 16),
+    "d256_bias": (sized(256, bias_shape=BIAS, bias_dtype="float32"), 64),
+    "d256_dropout": (sized(256, dropout_rate=0.1), 256),  # Philox is what takes the time
+    "d64_lengths": (sized(64, kv_lengths=True), 32),
+    "d8": (sized(8), 64),
+    "d72_40": (sized(72, 40), 64),
+    "d40_248": (sized(40, 248), 64),
+    "d200_16": (sized(200, 16), 64),
+    "decode": (sized(128, **length(1, 4097), **FULL), 64),
+    "t100": (sized(128, **length(100, 77)), 64),
+    "t1000_bottom_right": (sized(128, **length(1000, 777), causal_alignment="bottom_right"), 64),
+}
+
+
+def operand_shapes(spec: AttentionSpec) -> Operands:
+    def array(shape, dtype="int32"):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    b, t, s, n, k = (
+        spec.batch,
+        spec.query_length,
+        spec.key_length,
+        spec.query_heads,
+        spec.kv_heads,
+    )
+    dropout = Dropout(array((1, 2), "uint32"), array((b,)), array((n,)), array((2,)), array((2,)))
+    return Operands(
+        query=array((b, t, n, spec.head_size), spec.dtype),
+        key=array((b, s, k, spec.head_size), spec.dtype),
+        value=array((b, s, k, spec.value_size), spec.dtype),
+        bias=array(spec.bias_shape, spec.bias_dtype) if spec.bias_shape else None,
+        mask=array(spec.mask_shape, "bool") if spec.mask_shape else None,
+        query_lengths=array((b,)) if spec.query_lengths else None,
+        kv_lengths=array((b,)) if spec.kv_lengths else None,
+        query_segment_ids=array((b, t)) if spec.segment_ids else None,
+        kv_segment_ids=array((b, s)) if spec.segment_ids else None,
+        query_positions=array((b, t)) if spec.query_positions else None,
+        kv_positions=array((b, s)) if spec.kv_positions else None,
+        alibi_slopes=array((1, n), "float32") if spec.alibi else None,
+        sinks=array((1, n), "float32") if spec.sinks else None,
+        dropout=dropout if spec.dropout_rate else None,
+    )
+
+
+def compiled(name: str):
+    """For `compile_sm90`."""
+    spec, _ = PROGRAMS[name]
+    return lambda operands: BACKEND.forward(spec, operands), (operand_shapes(spec),)
+
+
+GROUPS = [list(PROGRAMS)[i::6] for i in range(6)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("group", GROUPS, ids=[g[0] for g in GROUPS])
+def test_compiles_for_sm90_without_spills(group):
+    compile_sm90.required()
+    found = []
+    for name, report in compile_sm90.reports("tests.test_pallas_forward", group):
+        allowed = PROGRAMS[name][1]
+        if report.kernels != 1 or report.serialised or report.spill_stores > allowed:
+            found.append(f"{name}: {report}, {allowed} bytes of spills allowed")
+    assert not found, "\n".join(found)
+
+
+def configurations() -> set[config.ForwardConfig]:
+    return {x for x in vars(config).values() if isinstance(x, config.ForwardConfig)}
+
+
+def test_every_configuration_is_compiled_and_every_choice_is_a_named_one():
+    picked = {config.forward_config(spec) for spec, _ in PROGRAMS.values()}
+    assert configurations() == picked
+
+
+@pytest.mark.parametrize("c", configurations(), ids=str)
+def test_configurations_fit(c):
+    size = {4: 64, 1: 128}.get(c.warpgroups, 128)
+    size = {(2, 64): 256, (2, 80): 192}.get((c.warpgroups, c.keys), size) if c.turns else size
+    q = c.queries * size * 2 * (2 if c.persistent else 1)
+    kv = c.keys * size * 2 * (c.k_stages + c.v_stages)
+    assert q + kv + 2048 <= 232448
+    consumers, producer = c.register_split
+    assert 128 * (c.warpgroups * consumers + producer) <= 65536
+    assert c.keys % 16 == 0
+    assert 8 + c.k_stages + c.v_stages <= 16  # named barriers
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"dtype": "float32"}, "blockwise"),
+        ({"platform": "sm80"}, "sm90"),
+        ({"head_size": 60}, "multiples of 8"),
+        ({"value_size": 264}, "up to 256"),
+        ({"bias_dtype": "float64", "bias_shape": (1, 1, 1, 1)}, "bias"),
+        ({"key_length": 0}, "length 0"),
+    ],
+)
+def test_reasons(changes, part):
+    assert not BACKEND.reasons(BASE)
+    reasons = BACKEND.reasons(BASE.replace(**changes))
+    assert len(reasons) == 1
+    assert part in reasons[0]
+
+
+# ---- arithmetic ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(("degree", "bound"), [(3, 7.6e-5), (4, 2.7e-6)])
+def test_exp2_on_the_multiply_add_pipe(degree, bound):
+    scores = pytest.importorskip("jaxcap.pallas.scores")
+    x = np.linspace(-125.9, 125.9, 1_000_003).astype(np.float32)
+    exact = np.exp2(x.astype(np.float64))
+    error = np.abs(scores.exp2_reference(x, degree) / exact - 1)
+    assert error.max() < bound
+
+
+def test_the_exponent_stays_where_exp2_on_the_multiply_add_pipe_is_right():
+    for cap in (0.5, 1.0, 8.0, 30.0, 43.0, 50.0, 60.0):
+        for s in (65, 8192, 2**20):
+            for dtype in ("bfloat16", "float16"):
+                spec = BASE.replace(softcap=cap, key_length=s, dtype=dtype)
+                if (shift := bounded_shift(spec, dtype)) is not None:
+                    assert -cap * LOG2E - shift >= -126
+                    assert cap * LOG2E - shift <= 126
+
+
+# ---- schedule -----------------------------------------------------------------------------------
+CASES = [
+    {
+        "query_length": t,
+        "key_length": s,
+        "is_causal": causal,
+        "causal_alignment": alignment,
+        "window": window,
+    }
+    for t, s in ((1000, 777), (300, 1001), (64, 64), (1, 1), (1, 333), (385, 129))
+    for causal, alignment in ((True, "top_left"), (True, "bottom_right"), (False, "top_left"))
+    for window in (None, (100, 0), (70, 33), (None, 5))
+]
+
+
+@pytest.mark.parametrize("shape", CASES, ids=lambda x: "-".join(map(str, x.values())))
+@pytest.mark.parametrize(
+    "c", [config.SIZE_128, config.SIZE_64, config.WIDE], ids=["w3", "w4", "w2"]
+)
+def test_schedule_visits_what_is_attended_and_masks_what_needs_it(shape, c):
+    spec = BASE.replace(**shape)
+    grid = tiles.Grid.of(spec, c.queries, c.keys)
+    own = tiles.Grid.of(spec, 64, c.keys)
+    t, s = spec.query_length, spec.key_length
+    low, high = spec.band
+    q = np.arange(grid.q_tiles * c.queries)[:, None] + spec.query_offset
+    k = np.arange((grid.kv_tiles + 1) * c.keys)[None]
+    keep = k < s
+    keep = keep & (k - q >= low) if low is not None else keep
+    keep = keep & (k - q <= high) if high is not None else keep
+    keep = np.broadcast_to(keep, (q.shape[0], k.shape[1]))
+    lead_most, trail_most = schedule.masked_at_most(grid, own, t)
+    for own_grid in (None, own):
+        for i in range(grid.q_tiles):
+            for w in range(c.warpgroups):
+                steps = schedule.band_steps(grid, own_grid, i, w, t, s)
+                assert 0 <= steps.begin < steps.end <= steps.count
+                if own_grid is not None:
+                    assert steps.lead - steps.begin <= lead_most
+                    assert steps.end - steps.full <= trail_most
+                rows = slice(i * c.queries + w * 64, i * c.queries + w * 64 + 64)
+                there = np.arange(rows.start, rows.stop) < t
+                seen = np.zeros(k.shape[1], bool)
+                for j in range(steps.begin, steps.end):
+                    first = (steps.last - 1 - j) * c.keys
+                    assert first >= 0
+                    columns = slice(first, first + c.keys)
+                    seen[columns] = True
+                    if steps.lead <= j < steps.full:
+                        assert keep[rows, columns][there].all()
+                assert not keep[rows][there][:, ~seen].any()
+
+
+def emulated(spec: AttentionSpec, q, k, v, c: config.ForwardConfig):
+    """The kernel's schedule in float64 NumPy, for one batch entry and head: (out, lse)."""
+    t, s = spec.query_length, spec.key_length
+    grid, own = tiles.Grid.of(spec, c.queries, c.keys), tiles.Grid.of(spec, 64, c.keys)
+    shift = bounded_shift(spec, spec.dtype) if s > c.keys else None
+    low, high = spec.band
+    out, lse = np.full((t, v.shape[1]), np.nan), np.full(t, np.nan)
+
+    def padded(x, n):  # as TMA fills up
+        return np.concatenate([x, np.zeros((n - x.shape[0], x.shape[1]))])
+
+    q = padded(q, grid.q_tiles * c.queries)
+    k, v = (padded(x, s + q.shape[0] + 2 * c.keys) for x in (k, v))
+    for i in range(grid.q_tiles):
+        for w in range(c.warpgroups):
+            steps = schedule.band_steps(grid, own, i, w, t, s)
+            rows = np.arange(i * c.queries + w * 64, i * c.queries + w * 64 + 64)
+            o, l = np.zeros((64, v.shape[1])), np.zeros(64)
+            m = np.full(64, -np.inf)
+            for j in range(steps.begin, steps.end):
+                cols = (steps.last - 1 - j) * c.keys + np.arange(c.keys)
+                x = q[rows] @ k[cols].T * spec.scale
+                y = LOG2E * (spec.softcap * np.tanh(x / spec.softcap) if spec.softcap else x)
+                if not steps.lead <= j < steps.full:
+                    d = cols[None] - (rows[:, None] + spec.query_offset)
+                    keep = np.broadcast_to(cols[None] < s, d.shape)
+                    keep = keep & (d >= low) if low is not None else keep
+                    keep = keep & (d <= high) if high is not None else keep
+                    y = np.where(keep, y, -np.inf)
+                if shift is not None:
+                    base, alpha = float(shift), 1.0
+                else:
+                    new = np.maximum(m, y.max(1))
+                    base = np.where(np.isinf(new), 0.0, new)[:, None]
+                    alpha, m = np.exp2(m - base[:, 0]), new
+                p = np.exp2(y - base)
+                l = l * alpha + p.sum(1)
+                o = o * np.reshape(alpha, (-1, 1)) + p @ v[cols]
+            there = rows < t
+            with np.errstate(divide="ignore", invalid="ignore"):
+                base = float(shift) if shift is not None else m
+                out[rows[there]] = np.where(l[:, None] > 0, o / l[:, None], 0.0)[there]
+                lse[rows[there]] = (np.where(l > 0, np.log2(l) + base, -np.inf) * math.log(2))[
+                    there
+                ]
+    return out, lse
+
+
+@pytest.mark.parametrize("shape", CASES[::3], ids=lambda x: "-".join(map(str, x.values())))
+@pytest.mark.parametrize("softcap", [50.0, None])
+def test_emulated_schedule_is_the_oracle(shape, softcap):
+    from tests import oracle
+
+    spec = BASE.replace(**shape, softcap=softcap, scale=0.25, batch=1, query_heads=1, kv_heads=1)
+    rng = np.random.default_rng(3)
+    q = rng.standard_normal((spec.query_length, 16)) * (spec.softcap or 4.0) / 4
+    k, v = (rng.standard_normal((spec.key_length, 16)) for _ in range(2))
+    wanted = oracle.Attention(
+        *(x[None, :, None] for x in (q, k, v)),
+        softcap=softcap,
+        scale=0.25,
+        is_causal=spec.is_causal,
+        causal_alignment=spec.causal_alignment,
+        local_window_size=spec.window,
+    )
+    out, lse = emulated(spec, q, k, v, config.SIZE_128)
+    np.testing.assert_allclose(out, wanted.out[0, :, 0], atol=1e-10)
+    np.testing.assert_allclose(lse.ravel(), np.ravel(wanted.lse), atol=1e-10)
+
+
+def test_work_table_gives_every_tile_once_and_evenly():
+    rng = np.random.default_rng(0)
+    costs = np.sort(rng.integers(1, 20, 1000))[::-1]
+    table = schedule.work_table(costs, 132)
+    lists = [row[1 : 1 + row[0]] for row in table]
+    assert sorted(np.concatenate(lists)) == list(range(1000))
+    loads = [costs[x].sum() for x in lists]
+    assert max(loads) - min(loads) <= costs.max()
+
+
+def test_coordinates_are_a_permutation():
+    index = np.arange(6 * 5)
+    for heavy in (False, True):
+        where = schedule.coordinates(index, 5, 3, heavy, np.floor_divide, np.remainder)
+        assert len(set(zip(*where, strict=True))) == 30
+
+
+# ---- under JAX's transformations (lowered for CUDA, not run) ---------------------------------------
+SMALL = BASE.replace(query_length=1024, key_length=1024, batch=4)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    "changes", [{}, {"kv_lengths": True, "segment_ids": True}, {"sinks": True}], ids=str
+)
+def test_lowers_under_shard_map(changes, check_vma):
+    spec = SMALL.replace(**changes)
+    operands = operand_shapes(spec)
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=auto, devices=jax.devices()[:4])
+    rows, shared = jax.P("x"), jax.P()
+    specs = jax.tree.map(lambda a: rows if a.shape[0] == 4 else shared, operands)
+
+    def shard(operands):
+        return BACKEND.forward(spec.with_shapes_of(operands), operands)
+
+    mapped = jax.shard_map(
+        shard, mesh=mesh, in_specs=(specs,), out_specs=(rows, rows), check_vma=check_vma
+    )
+    lowered = jax.jit(mapped).trace(operands).lower(lowering_platforms=("cuda",))
+    assert [x.shape for x in lowered.out_info] == [(4, 1024, 32, 128), (4, 32, 1024)]
+
+
+def test_lowers_under_scan_and_remat():
+    @jax.checkpoint
+    def layer(query, operands):
+        return BACKEND.forward(SMALL, operands._replace(query=query))
+
+    def run(operands):
+        return jax.lax.scan(lambda q, _: layer(q, operands), operands.query, None, length=3)
+
+    lowered = jax.jit(run).trace(operand_shapes(SMALL)).lower(lowering_platforms=("cuda",))
+    assert lowered.out_info[1].shape == (3, 4, 32, 1024)
+
+
+# ---- on a GPU -----------------------------------------------------------------------------------
+GPU_CONFIGS = {
+    **{f"{k}": v for k, v in vars(config).items() if isinstance(v, config.ForwardConfig)},
+    "turns_of_three": dataclasses.replace(config.SIZE_128, turns=True),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_CONFIGS)
+@pytest.mark.parametrize("softcap", [50.0, None])
+def test_configurations_on_the_gpu(name, softcap):
+    """Each configuration, also where the selector would pick another; twice the same bits."""
+    from jaxcap import reference
+    from jaxcap.pallas import forward_sm90
+
+    size = {"SIZE_64": 64, "MASKED_64": 64, "SIZE_96": 96}.get(name, 128)
+    spec = sized(size, softcap=softcap, batch=4, query_heads=16, kv_heads=4, **length(1000, 777))
+    rng = np.random.default_rng(1)
+    shapes = ((4, 1000, 16, size), (4, 777, 4, size), (4, 777, 4, size))
+    factors = ((softcap or 4.0) / 4, 1.0, 1.0)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal(s) * f, jnp.bfloat16)
+        for s, f in zip(shapes, factors, strict=True)
+    )
+    run = jax.jit(lambda *x: forward_sm90.forward(spec, Operands(*x), GPU_CONFIGS[name]))
+    out, lse = run(q, k, v)
+    again = run(q, k, v)
+    assert (out == again[0]).all()
+    assert (lse == again[1]).all()
+    exact = Operands(*(x.astype(jnp.float32) for x in (q, k, v)))
+    wanted, wanted_lse = reference.BACKEND.forward(spec.replace(dtype="float32"), exact)
+    error = jnp.linalg.norm(out.astype(jnp.float32) - wanted) / jnp.linalg.norm(wanted)
+    assert error < 4e-3
+    dead = wanted_lse == -jnp.inf
+    assert (dead == (lse == -jnp.inf)).all()
+    assert jnp.where(dead, 0, jnp.abs(lse - wanted_lse)).max() < 5e-3
