@@ -1,0 +1,236 @@
+"""Gradients through the sm90 backward kernel: what surrounds it, and what it cannot do."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcap import mask as masks
+from jaxcap.chunks import varying_over
+from jaxcap.pallas.backward_tables import (
+    dead_keys,
+    empty_queries,
+    has_positions,
+    index_band,
+    looks_inside,
+    may_have_dead_keys,
+    may_have_empty_queries,
+    needed_tiles,
+    ranks,
+    spans,
+)
+from jaxcap.spec import Array, AttentionSpec, Gradients, Operands
+
+MAX_HEAD_SIZE = 256
+MAX_GRID = 65535  # thread blocks along the second and third axis
+
+
+def reasons(spec: AttentionSpec) -> list[str]:
+    """Why the kernel cannot give these gradients; [] if it can. Imports no Mosaic."""
+    found = []
+    if spec.platform != "sm90":
+        found.append(f"the kernel is for sm90 and the device is {spec.platform}")
+    if spec.dtype not in ("bfloat16", "float16"):
+        found.append(f"backward in {spec.dtype}: the kernel takes bfloat16 and float16")
+    for name, size in (("head size", spec.head_size), ("value size", spec.value_size)):
+        if size % 8 or not 8 <= size <= MAX_HEAD_SIZE:
+            found.append(f"backward with {name} {size}: multiples of 8 up to {MAX_HEAD_SIZE}")
+    if min(spec.batch, spec.query_length, spec.key_length, spec.query_heads) < 1:
+        found.append("backward of an empty array")
+    if max(spec.batch, spec.kv_heads) > MAX_GRID:
+        found.append(
+            f"backward of batch {spec.batch} and {spec.kv_heads} key heads: up to {MAX_GRID}"
+        )
+    if spec.bias_dtype not in (None, "bfloat16", "float16", "float32"):
+        found.append(f"backward with a bias in {spec.bias_dtype}")
+    if "bias" in spec.gradients and spec.deterministic:
+        found.append("the gradient of a bias is summed in no fixed order: not deterministic")
+    return found
+
+
+def make_plan(spec: AttentionSpec, config: Any = None) -> Any:
+    """The static description that the kernel is compiled for."""
+    from jaxcap.pallas.backward_config import config_for
+    from jaxcap.pallas.backward_plan import Plan
+    from jaxcap.pallas.backward_scores import Scores
+
+    config = config or config_for(spec.head_size, spec.value_size)
+
+    def strides(shape):
+        return None if shape is None else (shape[3] * (shape[2] > 1), int(shape[3] > 1))
+
+    dynamic = looks_inside(spec) or spec.query_lengths or spec.kv_lengths
+    ragged = spec.key_length % config.block_kv != 0
+    scores = Scores(
+        scale=float(spec.scale),
+        softcap=spec.softcap,
+        dtype=jnp.dtype(spec.dtype),
+        band=index_band(spec),
+        query_offset=spec.query_offset,
+        positions=has_positions(spec),
+        segments=spec.segment_ids,
+        dead_keys=ragged or may_have_dead_keys(spec),
+        mask=strides(spec.mask_shape),
+        mask_planes=(1, 1) if spec.mask_shape is None else spec.mask_shape[:2],
+        mask_size=1 if spec.mask_shape is None else spec.mask_shape[2] * spec.mask_shape[3],
+        last=(spec.query_length - 1, spec.key_length - 1),
+        bias=strides(spec.bias_shape),
+        bias_dtype=spec.bias_dtype,
+        bias_gradient="bias" in spec.gradients,
+        alibi=spec.alibi,
+        dropout_rate=spec.dropout_rate,
+    )
+    return Plan(
+        config=config,
+        scores=scores,
+        batch=spec.batch,
+        query_length=spec.query_length,
+        key_length=spec.key_length,
+        query_heads=spec.query_heads,
+        kv_heads=spec.kv_heads,
+        head_size=spec.head_size,
+        value_size=spec.value_size,
+        table=dynamic or spec.deterministic,
+        empty_queries=may_have_empty_queries(spec),
+        deterministic=spec.deterministic,
+    )
+
+
+def row_vectors(spec: AttentionSpec, operands: Operands, out, lse, d_out, d_lse, pad: int, up: int):
+    """(-lse log2(e) + up, -delta), [B, N, T + pad] float32, and the gradient of the sinks if asked for.
+
+    delta = sum(out * d_out) - d_lse. Empty rows: -inf instead of -lse, and no part of out * d_out.
+    """
+    delta = jnp.einsum("btnv,btnv->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
+    empty = None
+    if may_have_empty_queries(spec):
+        # With a sink an empty row has its lse, which says nothing.
+        sinks = operands.sinks is not None
+        empty = empty_queries(spec, operands) if sinks else lse == -jnp.inf
+        delta = jnp.where(empty, 0.0, delta)
+    if d_lse is not None:
+        delta = delta - jnp.where(lse == -jnp.inf, 0.0, d_lse.astype(jnp.float32))
+    d_sinks = None
+    if operands.sinks is not None and "sinks" in spec.gradients:
+        share = jnp.exp(operands.sinks.astype(jnp.float32)[:, :, None] - lse)
+        share = jnp.where(lse == -jnp.inf, 0.0, share)
+        d_sinks = -(share * delta).sum(-1)
+        if operands.sinks.shape[0] == 1:
+            d_sinks = d_sinks.sum(0, keepdims=True)
+        d_sinks = d_sinks.astype(operands.sinks.dtype)
+    nlse = lse * -1.4426950408889634 + up
+    if empty is not None:
+        nlse = jnp.where(empty, -jnp.inf, nlse)
+    if pad:
+        nlse = jnp.pad(nlse, ((0, 0), (0, 0), (0, pad)), constant_values=-jnp.inf)
+        delta = jnp.pad(delta, ((0, 0), (0, 0), (0, pad)))
+    return nlse, -delta, d_sinks
+
+
+def dropout_places(operands: Operands, batch: int, heads: int) -> Array:
+    """[B, N, 8] int32: key words, batch, head, first query, its step, first key, its step."""
+    d = operands.dropout
+    rng = jax.lax.bitcast_convert_type(jnp.broadcast_to(d.rng, (batch, 2)), jnp.int32)
+    parts = [
+        jnp.broadcast_to(rng[:, None], (batch, heads, 2)),
+        jnp.broadcast_to(d.batch.astype(jnp.int32)[:, None, None], (batch, heads, 1)),
+        jnp.broadcast_to(d.head.astype(jnp.int32)[None, :, None], (batch, heads, 1)),
+        jnp.broadcast_to(d.query.astype(jnp.int32), (batch, heads, 2)),
+        jnp.broadcast_to(d.key.astype(jnp.int32), (batch, heads, 2)),
+    ]
+    return jnp.concatenate(parts, -1)
+
+
+def _padded(x: Any, size: int, value: Any = 0) -> Array:
+    """[B or 1, n] -> [B or 1, size]."""
+    return jnp.pad(x, ((0, 0), (0, size - x.shape[1])), constant_values=value)
+
+
+def kernel_inputs(plan: Any, spec: AttentionSpec, operands: Operands, d_out, nlse, ndelta) -> dict:
+    """What `backward_sm90.kernel` reads, by name."""
+    scores, config = plan.scores, plan.config
+    inputs = {"q": operands.query, "k": operands.key, "v": operands.value, "do": d_out}
+    inputs |= {"nlse": nlse, "ndelta": ndelta}
+    if plan.table:
+        need, full = needed_tiles(spec, operands, config.block_q, config.block_kv)
+        table = spans(need, full)
+        table = jnp.broadcast_to(table, (plan.batch, *table.shape[1:]))
+        inputs["spans"] = table
+        if plan.deterministic:
+            inputs["ranks"] = ranks(table, plan.q_tiles)
+    if scores.dead_keys:
+        dead = dead_keys(spec, operands)
+        inputs["dead"] = jnp.where(_padded(dead, plan.padded_keys, True), -jnp.inf, 0.0)
+        inputs["dead"] = inputs["dead"].astype(jnp.float32)
+    if scores.segments:
+        inputs["kseg"] = _padded(operands.kv_segment_ids, plan.padded_keys)
+        inputs["qseg"] = _padded(operands.query_segment_ids, plan.padded_queries)
+    if scores.positions:
+        q = masks.query_side(spec, operands, 0, spec.query_length).position
+        k = masks.key_side(spec, operands, 0, spec.key_length).position
+        inputs["kpos"] = _padded(k, plan.padded_keys)
+        inputs["qpos"] = _padded(q, plan.padded_queries)
+    if scores.mask is not None:
+        inputs["mask"] = operands.mask.reshape(-1)
+    if scores.bias is not None:
+        inputs["bias"] = operands.bias
+    if scores.alibi:
+        inputs["slopes"] = operands.alibi_slopes.astype(jnp.float32)[..., None]
+    if scores.dropout_rate:
+        inputs["places"] = dropout_places(operands, plan.batch, plan.query_heads)
+    return inputs
+
+
+def unpermuted(plan: Any, dq: Array) -> Array:
+    """The accumulator as [B, padded T, N, padded H]."""
+    if plan.config.dq == "tma":
+        return dq
+    b, n, tiles, groups = dq.shape[:4]
+    x = dq.reshape(b, n, tiles, groups, 4, 8, 4, 2, 2)  # warp, row, lane, half, column
+    return x.transpose(0, 2, 4, 7, 5, 1, 3, 6, 8).reshape(b, tiles * 64, n, groups * 8)
+
+
+def backward(
+    spec: AttentionSpec,
+    operands: Operands,
+    out: Array,
+    lse: Array,
+    d_out: Array,
+    d_lse: Array | None,
+    config: Any = None,
+) -> Gradients:
+    """Gradients of one call on one device. `reasons(spec)` is empty.
+
+    Memory beyond inputs, outputs and lse: dQ in float32 and two float32 row vectors, [B, N, T] each.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from jaxcap.pallas import backward_scores, backward_sm90
+
+    plan = make_plan(spec, config)
+    up = backward_scores.boost(plan.dtype)
+    pad = plan.padded_queries - plan.query_length
+    nlse, ndelta, d_sinks = row_vectors(spec, operands, out, lse, d_out, d_lse, pad, up)
+    inputs = kernel_inputs(plan, spec, operands, d_out, nlse, ndelta)
+    by_row = ("dead", "kseg", "qseg", "kpos", "qpos", "mask", "bias", "slopes")
+    shared = tuple(name for name in by_row if name in inputs and inputs[name].shape[0] == 1)
+    plan = dataclasses.replace(plan, shared_rows=shared)
+    shapes = {"dq": plan.dq_shape}
+    if plan.scores.bias_gradient:
+        shapes["dbias"] = operands.bias.shape
+    sums = {
+        name: jax.new_ref(jnp.zeros(shape, jnp.float32), memory_space=plgpu.GMEM)
+        for name, shape in shapes.items()
+    }
+    dk, dv = backward_sm90.kernel(plan, inputs, sums)
+    # Under shard_map all come out as replicated, whatever was written to them.
+    varying = varying_over(inputs)
+    dk, dv = varying(dk), varying(dv)
+    totals = {name: varying(jax.freeze(x)) for name, x in sums.items()}
+    total = unpermuted(plan, totals["dq"])[:, : spec.query_length, :, : spec.head_size]
+    d_query = (total * (plan.scores.scale * 2.0**-up)).astype(plan.dtype)
+    d_bias = None
+    if "dbias" in totals:
+        d_bias = (totals["dbias"] * 2.0**-up).astype(operands.bias.dtype)
+    return Gradients(query=d_query, key=dk, value=dv, bias=d_bias, sinks=d_sinks)

@@ -1,0 +1,102 @@
+"""Tile sizes of the backward kernel on sm90, with the evidence for each."""
+
+import dataclasses
+from typing import Literal
+
+Design = Literal["rows", "products"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """How one thread block works through the queries of its KV tile.
+
+    `rows`: every compute warpgroup owns `block_kv / compute` rows of the KV tile and does S^T, dP^T, dV
+    and dK for them; the last warpgroup computes dQ = dS K, adds it to memory and issues the loads.
+    `products`: warpgroup 0 does S^T and dV, warpgroup 1 dP^T and dK, warpgroup 2 dQ and the loads.
+    """
+
+    design: Design
+    block_q: int
+    block_kv: int
+    compute: int  # compute warpgroups; one more computes dQ and loads
+    stages_q: int  # tiles of Q in flight
+    stages_do: int  # tiles of dO in flight
+    stages_ds: int  # tiles of dS between the compute warpgroups and the one for dQ
+    dq: Literal["tma", "red"]  # staged TMA reduce-add, or red.global.add.v4 from registers
+    registers: tuple[int, int]  # of a compute warpgroup, of the dQ warpgroup
+    dq_buffers: int = 2
+    delta_late: bool = False  # delta is subtracted in step 5 instead of starting dP^T from -delta
+    evidence: str = ""
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.compute + 1)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the KV tile that one compute warpgroup works on."""
+        return self.block_kv // self.compute if self.design == "rows" else self.block_kv
+
+
+#: By the larger of the two head sizes, rounded up to 64. All measured on one H200, 2026-11-30, cap 50, length
+#: 8192, TFLOP/s of the whole backward (delta, zero fill and conversion of dQ in it): first calls / sustained.
+CONFIGS = {
+    64: BackwardConfig(
+        design="rows",
+        block_q=64,
+        block_kv=192,
+        compute=3,
+        stages_q=2,
+        stages_do=2,
+        stages_ds=2,
+        dq="tma",
+        registers=(144, 80),
+        evidence="causal 446 / 424 (probe 400 / 400 in the same run). Lost: delta_late 439 / 422; two "
+        "compute warpgroups on 128 x 128 448 / 419, on 64 x 128 with dP^T beside S^T 387 / 380",
+    ),
+    128: BackwardConfig(
+        design="rows",
+        block_q=64,
+        block_kv=128,
+        compute=2,
+        stages_q=2,
+        stages_do=2,
+        stages_ds=2,
+        dq="tma",
+        registers=(216, 72),
+        delta_late=True,
+        evidence="causal 534 / 493, full 570 / 538 (probe 510 / 475 and 531 / 509 in the same runs). Lost: "
+        "without delta_late 532 / 488 and 573 / 533; P (1 - t^2) through shared memory 521 / 474; three "
+        "stages of Q 513 / 466, of dO 570 / 528 full. dQ by 128 columns and dP^T beside S^T spill",
+    ),
+    192: BackwardConfig(
+        design="products",
+        block_q=64,
+        block_kv=64,
+        compute=2,
+        stages_q=2,
+        stages_do=2,
+        stages_ds=1,
+        dq="red",
+        registers=(208, 88),
+        evidence="as for 256; not tuned",
+    ),
+    256: BackwardConfig(
+        design="products",
+        block_q=64,
+        block_kv=64,
+        compute=2,
+        stages_q=2,
+        stages_do=2,
+        stages_ds=1,
+        dq="red",
+        registers=(208, 88),
+        evidence="causal 444 / 410 (probe 443 / 415 in the same run): bound by the L2's additions, 85% busy. "
+        "Lost: delta_late 436 / 401, Pallas' own barriers 442 / 410; TMA reduce (probe) 389 to 412",
+    ),
+}
+
+
+def config_for(head_size: int, value_size: int) -> BackwardConfig:
+    """The configuration for a pair of head sizes up to 256."""
+    return CONFIGS[-(-max(head_size, value_size) // 64) * 64]

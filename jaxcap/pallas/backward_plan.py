@@ -1,0 +1,128 @@
+"""What the backward kernel is compiled for, and which query tiles a thread block walks through."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcap.pallas.backward_config import BackwardConfig
+from jaxcap.pallas.backward_scores import Scores
+
+i32 = jnp.int32
+WIDTH = 64  # columns of a chunk: 128 bytes, the swizzle
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything that the kernel is compiled for."""
+
+    config: BackwardConfig
+    scores: Scores
+    batch: int
+    query_length: int
+    key_length: int
+    query_heads: int
+    kv_heads: int
+    head_size: int
+    value_size: int
+    table: bool = False  # the query tiles of a KV tile come from memory
+    empty_queries: bool = False  # rows that attend nothing may hold NaN
+    deterministic: bool = False
+    shared_rows: tuple[str, ...] = ()  # operands whose batch axis is 1
+
+    @property
+    def group(self) -> int:
+        return self.query_heads // self.kv_heads
+
+    @property
+    def dtype(self) -> Any:
+        return self.scores.dtype
+
+    @property
+    def whole(self) -> bool:
+        """Tiles are copied whole rather than in chunks of 64 columns."""
+        sizes = (self.head_size, self.value_size)
+        lengths = (self.query_length, self.key_length)
+        return all(s % WIDTH == 0 for s in sizes) and all(n % 8 == 0 for n in lengths)
+
+    @property
+    def q_tiles(self) -> int:
+        return -(-self.query_length // self.config.block_q)
+
+    @property
+    def kv_tiles(self) -> int:
+        return -(-self.key_length // self.config.block_kv)
+
+    @property
+    def padded_queries(self) -> int:
+        return self.q_tiles * self.config.block_q
+
+    @property
+    def padded_keys(self) -> int:
+        return self.kv_tiles * self.config.block_kv
+
+    @property
+    def padded_head_size(self) -> int:
+        return -(-self.head_size // WIDTH) * WIDTH
+
+    @property
+    def padded_value_size(self) -> int:
+        return -(-self.value_size // WIDTH) * WIDTH
+
+    @property
+    def dq_shape(self) -> tuple[int, ...]:
+        b, n, t, h = self.batch, self.query_heads, self.padded_queries, self.padded_head_size
+        if self.config.dq == "red":
+            return (b, n, t // 64, h // 8, 128, 4)
+        return (b, t, n, h)
+
+
+class Walk:
+    """The query tiles of KV tile `n` of batch entry `b`: `total` steps over heads and tiles."""
+
+    def __init__(self, plan: Plan, refs: dict[str, Any], b: Any, n: Any):
+        self.plan, self.n = plan, n
+        bm, bn = plan.config.block_q, plan.config.block_kv
+        if plan.table:
+            spans = [refs["spans"][b, n, x] for x in range(4)]
+            self.first, self.end, self.full_from, self.full_to = spans
+        else:
+            low, high = plan.scores.band
+            self.first, self.end = i32(0), i32(plan.q_tiles)
+            if high is not None:
+                least = n * bn - high
+                self.first = lax.div(jnp.maximum(least, 0), i32(bm))
+            if low is not None:
+                last = jnp.minimum((n + 1) * bn, plan.key_length) - 1 - low
+                self.end = jnp.clip(lax.div(last + bm, i32(bm)), 0, plan.q_tiles)
+                self.end = jnp.where(last < 0, 0, self.end)
+        self.tiles = jnp.maximum(self.end - self.first, 0)
+        self.total = self.tiles * plan.group
+
+    def __getitem__(self, j: Any) -> tuple[Any, Any]:
+        """Query head within the group, and query tile, of step `j`."""
+        if self.plan.group == 1:
+            return i32(0), self.first + j
+        g = lax.div(j, jnp.maximum(self.tiles, 1))
+        return g, self.first + j - g * self.tiles
+
+    def partial(self, i: Any, row: Any, rows: int) -> Any:
+        """Whether tile `i` needs its masks for keys `row` to `row + rows` of the KV tile; None: never."""
+        plan = self.plan
+        if not plan.scores.masks:
+            return None
+        if plan.table:
+            return (i < self.full_from) | (i >= self.full_to)
+        bm, bn = plan.config.block_q, plan.config.block_kv
+        low, high = plan.scores.band
+        k0, q0 = self.n * bn + row, i * bm
+        tests = []
+        if high is not None:
+            tests.append(k0 + rows - 1 - q0 > high)
+        if low is not None:
+            tests.append(k0 - (q0 + bm - 1) < low)
+        if plan.scores.dead_keys:
+            tests.append((self.n + 1) * bn > plan.key_length)
+        return functools.reduce(jnp.logical_or, tests)

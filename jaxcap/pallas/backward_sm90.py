@@ -1,0 +1,603 @@
+"""The backward kernel for sm90: dK, dV and dQ in one pass, five matrix products a tile.
+
+A thread block owns one tile of keys of one KV head and walks through the query tiles that see it, over all
+query heads of the group, so that dK and dV of the group are summed in registers:
+
+    1  S^T  = K Q^T                          (keys down, queries across)
+    2  P    = exp2(cap log2(e) tanh(scale S / cap) - lse log2(e)),  D = P (1 - tanh^2)
+    3  dP^T = V dO^T - delta                 (starts from -delta; with `delta_late` and dropout, in 5)
+    4  dV  += P dO
+    5  dS   = D dP
+    6  dK  += dS Q
+    7  dQ  += dS^T K                         (float32 in global memory, several blocks add)
+
+Warpgroups of 128 threads. Barriers in shared memory, their arrivals in brackets:
+    kv_full    K, V and their row vectors are there                           [copies]
+    q_full     stage of Q, -lse and its row vectors is there                  [copies]
+    do_full    stage of dO and -delta is there                                [copies]
+    q_free     nobody reads the stage of Q any more                           [compute]
+    do_free    the same of dO                                                 [compute]
+    ds_full    a dS tile is complete                                          [its writers]
+    ds_free    dQ has read the dS tile                                        [1]
+    d_full     (design `products`) a D tile is complete                       [1]
+    d_free     (design `products`) dS has been made of it                     [1]
+    clean      rows of Q and dO that attend nothing are zero                  [compute]
+
+Lengths: TMA clips every tile at the array's own end and fills up with zeros, so nothing is padded. Where the
+number of rows is no multiple of 8, or a head size none of 64, tiles are copied in chunks of 64 columns.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxcap.pallas.backward_plan import WIDTH, Plan, Walk
+from jaxcap.pallas.backward_scores import boost, probabilities, red_add, score_gradients
+from jaxcap.pallas.backward_tiles import (
+    F32,
+    TILED16,
+    TILED32,
+    WGMMA,
+    Tile,
+    i32,
+    over_head,
+    to_head,
+    zeros,
+)
+
+wait, arrive = plgpu.barrier_wait, plgpu.barrier_arrive
+
+
+class Block:
+    """One thread block: its references, barriers and the roles of its warpgroups."""
+
+    def __init__(self, plan: Plan, refs: dict[str, Any]):
+        self.plan, self.refs, self.c = plan, refs, plan.config
+        self.b, self.h, self.n = (lax.axis_index(a) for a in ("b", "h", "n"))
+        if plan.deterministic:  # blocks start in the order in which they add to dQ, see `ranks`
+            self.n = plan.kv_tiles - 1 - self.n
+        self.walk = Walk(plan, refs, self.b, self.n)
+        self.K = Tile(plan, refs["ks"], plan.padded_head_size)
+        self.V = Tile(plan, refs["vs"], plan.padded_value_size)
+        self.Q = Tile(plan, refs["qs"], plan.padded_head_size)
+        self.dO = Tile(plan, refs["dos"], plan.padded_value_size)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.refs[name]
+
+    def row_of(self, name: str) -> Any:
+        return i32(0) if name in self.plan.shared_rows else self.b
+
+    @property
+    def kv_at(self) -> tuple:
+        return self.b, pl.ds(self.n * self.c.block_kv, self.c.block_kv), self.h
+
+    # -- loads, by the dQ warpgroup --
+    def load_kv(self, k: bool) -> None:
+        if k:
+            self.K.load(self.k, self.kv_at, self.kv_full)
+            keys = pl.ds(self.n * self.c.block_kv, self.c.block_kv)
+            for name in ("dead", "kseg", "kpos"):
+                if name in self.refs:
+                    source = self.refs[name].at[self.row_of(name), keys]
+                    plgpu.copy_gmem_to_smem(source, self.refs[name + "_s"], self.kv_full)
+        else:
+            self.V.load(self.v, self.kv_at, self.kv_full)
+
+    def _step(self, j: Any) -> tuple[Any, Any, Any]:
+        g, i = self.walk[j]
+        return self.h * self.plan.group + g, i, pl.ds(i * self.c.block_q, self.c.block_q)
+
+    def load_q(self, j: Any, stage: Any) -> None:
+        head, _, rows = self._step(j)
+        barrier = self.q_full.at[stage]
+        self.Q[stage].load(self.q, (self.b, rows, head), barrier)
+        plgpu.copy_gmem_to_smem(self.nlse.at[self.b, head, rows], self.nlse_s.at[stage], barrier)
+        for name in ("qseg", "qpos"):
+            if name in self.refs:
+                source = self.refs[name].at[self.row_of(name), rows]
+                plgpu.copy_gmem_to_smem(source, self.refs[name + "_s"].at[stage], barrier)
+
+    def load_do(self, j: Any, stage: Any) -> None:
+        head, _, rows = self._step(j)
+        barrier = self.do_full.at[stage]
+        self.dO[stage].load(self.do, (self.b, rows, head), barrier)
+        plgpu.copy_gmem_to_smem(
+            self.ndelta.at[self.b, head, rows], self.ndelta_s.at[stage], barrier
+        )
+
+    # -- 2: P and D --
+    def softmax(self, s: Any, stage: Any, j: Any, row: Any) -> tuple[Any, Any]:
+        """P and D of an S^T tile whose first key is row `row` of the KV tile."""
+        plan, scores = self.plan, self.plan.scores
+        g, i = self.walk[j]
+        head = self.h * plan.group + g
+        k0, q0 = self.n * self.c.block_kv + row, i * self.c.block_q
+        refs: dict[str, Any] = {}
+        if scores.dead_keys:
+            refs["dead"] = self.dead_s.at[pl.ds(row, s.shape[0])]
+        if scores.segments:
+            refs["kseg"] = self.kseg_s.at[pl.ds(row, s.shape[0])]
+            refs["qseg"] = self.qseg_s.at[stage]
+        if scores.positions:
+            refs["kpos"] = self.kpos_s.at[pl.ds(row, s.shape[0])]
+            refs["qpos"] = self.qpos_s.at[stage]
+        if scores.bias is not None:
+            one_head = self.bias.shape[1] == 1
+            refs["bias"] = self.bias.at[self.row_of("bias"), i32(0) if one_head else head]
+        plane = i32(0)
+        if scores.mask is not None:
+            batch, heads = scores.mask_planes
+            refs["mask"] = self.mask
+            plane = (self.b * heads if batch > 1 else 0) + (head if heads > 1 else 0) + i32(0)
+        if scores.alibi:
+            refs["slope"] = self.slopes.at[self.row_of("slopes"), head]
+        if scores.dropout_rate:
+            refs["place"] = self.places.at[self.b, head]
+
+        def run(masked: bool, aligned: bool = True) -> tuple[Any, Any]:
+            nlse = self.nlse_s.at[stage]
+            return probabilities(scores, s, nlse, k0, q0, plane, refs, masked, aligned)
+
+        def with_masks(aligned: bool = True) -> tuple[Any, Any]:
+            partial = self.walk.partial(i, row, s.shape[0])
+            if partial is None:
+                return run(False, aligned)
+            return lax.cond(partial, lambda: run(True, aligned), lambda: run(False, aligned))
+
+        if not scores.dropout_rate:
+            return with_masks()
+        q_start, q_step, k_start, k_step = (self.places[self.b, head, x] for x in range(4, 8))
+        aligned = (q_step == 1) & (k_step == 1) & (lax.rem(q_start | k_start, i32(16)) == 0)
+        return lax.cond(aligned, lambda: with_masks(True), lambda: with_masks(False))
+
+    def init_dp(self, acc: Any, stage: Any) -> None:
+        """dP^T starts from -delta, so that the subtraction is free; or from zero, delta joins in step 5."""
+        if self.c.delta_late or self.plan.scores.dropout_rate:
+            acc[...] = zeros(acc.shape)
+        else:
+            delta = plgpu.load(self.ndelta_s.at[stage], layout=WGMMA.reduce(0))
+            acc[...] = lax.broadcast_in_dim(delta, acc.shape, [1])
+
+    def gradients(self, d: Any, dp: Any, stage: Any, j: Any, row: Any, whole: list[Any]) -> Any:
+        """5: dS, and the gradient of the bias."""
+        scores, bias = self.plan.scores, None
+        if whole:
+            g, i = self.walk[j]
+            one_head = self.dbias.shape[1] == 1
+            head = i32(0) if one_head else self.h * self.plan.group + g
+            k0, q0 = self.n * self.c.block_kv + row, i * self.c.block_q
+            bias = (whole[0], self.dbias.at[self.row_of("bias"), head], k0, q0)
+        return score_gradients(scores, d, dp, self.ndelta_s.at[stage], self.c.delta_late, bias)
+
+    def clean_kv(self, tile: Tile, first: Any, rows: int) -> None:
+        """Zeroes the keys that nobody attends.
+
+        Not where no query sees the tile: another warpgroup may write its zeros over it already.
+        """
+        if not self.plan.scores.dead_keys:
+            return
+
+        @pl.when(self.walk.total > 0)
+        def _():
+            for m in range(rows // 64):
+                at = first + 64 * m
+                dead = plgpu.load(self.dead_s.at[pl.ds(at, 64)], layout=WGMMA.reduce(1))
+                tile.keep_rows(at, dead == 0)
+            plgpu.commit_smem()
+
+    def finish(self, tile: Tile, first: Any, value: Any, target: Any) -> None:
+        """Writes dK or dV over K or V in shared memory and begins to copy it out."""
+        rows = pl.ds(first, self.c.rows)
+        tile.write(rows, value.astype(self.plan.dtype))
+        plgpu.commit_smem()
+        keys = pl.ds(self.n * self.c.block_kv + first, self.c.rows)
+        tile.store(rows, target, (self.b, keys, self.h))
+
+    def drain(self, free: Any, stages: int) -> None:
+        """Waits until the last tiles handed over have been read."""
+        for d in range(stages, 0, -1):
+
+            @pl.when(self.walk.total >= d)
+            def _(d=d):
+                wait(free.at[lax.rem(self.walk.total - d, i32(stages))])
+
+    @property
+    def dk_factor(self) -> float:
+        return self.plan.scores.scale * 2.0 ** -boost(self.plan.dtype)
+
+    @property
+    def dv_factor(self) -> float:
+        return 2.0 ** -boost(self.plan.dtype) / (1.0 - self.plan.scores.dropout_rate)
+
+    # -- roles --
+    def compute_rows(self, wg: Any) -> None:
+        """Design `rows`: steps 1 to 6 for `rows` keys of the tile."""
+        c, plan, total = self.c, self.plan, self.walk.total
+        first = wg * c.rows
+        rows = pl.ds(first, c.rows)
+        wait(self.kv_full)
+        self.clean_kv(self.K, first, c.rows)
+        self.clean_kv(self.V, first, c.rows)
+
+        def outer(s_acc, dk_acc, dv_acc):
+            @pl.loop(i32(0), total)
+            def _(j):
+                sq, sd = lax.rem(j, i32(c.stages_q)), lax.rem(j, i32(c.stages_do))
+                bb = lax.rem(j, i32(c.stages_ds))
+                wait(self.q_full.at[sq])
+                if plan.empty_queries:
+                    wait(self.do_full.at[sd])
+                    self.clean_queries(wg, j, sq, sd)
+                s_acc[...] = zeros((c.rows, c.block_q))
+                over_head(s_acc, self.K, rows, self.Q[sq])  # 1
+                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+                p, d, *whole = self.softmax(s, sq, j, first)  # 2
+
+                # A branch between softmax and products keeps ptxas from moving the wait in front.
+                @pl.when(j >= c.stages_ds)
+                def _():
+                    wait(self.ds_free.at[bb])
+
+                if not plan.empty_queries:
+                    wait(self.do_full.at[sd])
+
+                def products(p_acc):
+                    self.init_dp(p_acc, sd)
+                    over_head(p_acc, self.V, rows, self.dO[sd])  # 3
+                    groups = to_head(dv_acc, p, self.dO[sd])  # 4, beside 5
+                    dp = plgpu.wgmma_accumulator_load(p_acc, wait_n=groups)
+                    return self.gradients(d, dp, sd, j, first, whole)  # 5
+
+                ds = pl.run_scoped(products, plgpu.ACC((c.rows, c.block_q), F32))
+                self.ds.at[bb, rows][...] = ds
+                plgpu.commit_smem()
+                arrive(self.ds_full.at[bb])
+                to_head(dk_acc, ds, self.Q[sq])  # 6
+                plgpu.wgmma_wait(0)
+                arrive(self.q_free.at[sq])
+                arrive(self.do_free.at[sd])
+
+            return dk_acc[...], dv_acc[...]
+
+        dk, dv = pl.run_scoped(
+            outer,
+            plgpu.ACC((c.rows, c.block_q), F32),
+            plgpu.ACC((c.rows, plan.padded_head_size), F32),
+            plgpu.ACC((c.rows, plan.padded_value_size), F32),
+        )
+        # Only this warpgroup read its rows of V.
+        self.finish(self.V, first, dv * self.dv_factor, self.dv)
+        self.drain(self.ds_free, c.stages_ds)  # dQ reads all of K until its last tile
+        self.finish(self.K, first, dk * self.dk_factor, self.dk)
+        plgpu.wait_smem_to_gmem(0)
+
+    def clean_queries(self, wg: Any, j: Any, sq: Any, sd: Any) -> None:
+        """Warpgroup 0 cleans Q, warpgroup 1 dO, the third of design `rows` only waits."""
+        _, i = self.walk[j]
+
+        @pl.when(self.walk.partial(i, 0, self.c.block_kv))
+        def _():
+            for owner, tile, stage in ((0, self.Q, sq), (1, self.dO, sd)):
+
+                @pl.when(wg == owner)
+                def _(tile=tile, stage=stage):
+                    for m in range(self.c.block_q // 64):
+                        lse = self.nlse_s.at[sq, pl.ds(64 * m, 64)]
+                        lse = plgpu.load(lse, layout=WGMMA.reduce(1))
+                        tile[stage].keep_rows(64 * m, lse > -jnp.inf)
+                    plgpu.commit_smem()
+
+            arrive(self.clean)
+            wait(self.clean)
+
+    def compute_p(self) -> None:
+        """Design `products`, warpgroup 0: steps 1, 2 and 4."""
+        c, plan, total = self.c, self.plan, self.walk.total
+        tile = (c.block_kv, c.block_q)
+        rows = pl.ds(0, c.block_kv)
+        ahead = not plan.empty_queries  # S of the next tile runs beside dV
+        wait(self.kv_full)
+        self.clean_kv(self.K, 0, c.block_kv)
+
+        def outer(s_acc, dv_acc):
+            def start_s(stage):
+                s_acc[...] = zeros(tile)
+                return over_head(s_acc, self.K, rows, self.Q[stage])
+
+            if ahead:
+
+                @pl.when(total > 0)
+                def _():
+                    wait(self.q_full.at[0])
+
+                start_s(0)
+                plgpu.wgmma_wait(0)
+
+            @pl.loop(i32(0), total)
+            def _(j):
+                sq, sd = lax.rem(j, i32(c.stages_q)), lax.rem(j, i32(c.stages_do))
+                bb = lax.rem(j, i32(c.stages_ds))
+                if not ahead:
+                    wait(self.q_full.at[sq])
+                    wait(self.do_full.at[sd])
+                    self.clean_queries(i32(0), j, sq, sd)
+                    start_s(sq)  # 1
+                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=None if ahead else 0)
+                p, d, *whole = self.softmax(s, sq, j, 0)  # 2
+                arrive(self.q_free.at[sq])
+
+                @pl.when(j >= c.stages_ds)
+                def _():
+                    wait(self.d_free.at[bb])
+
+                self.d.at[bb][...] = d
+                if whole:
+                    self.p.at[bb][...] = whole[0]
+                plgpu.commit_smem()
+                arrive(self.d_full.at[bb])
+                if ahead:
+                    wait(self.do_full.at[sd])
+                    following = lax.rem(j + 1, i32(c.stages_q))
+
+                    @pl.when(j + 1 < total)
+                    def _():
+                        wait(self.q_full.at[following])
+
+                    s_acc[...] = zeros(tile)
+                    to_head(dv_acc, p, self.dO[sd])  # 4
+                    groups = over_head(s_acc, self.K, rows, self.Q[following])  # 1; idle at the end
+                    plgpu.wgmma_wait(groups)
+                    arrive(self.do_free.at[sd])
+                    plgpu.wgmma_wait(0)
+                else:
+                    to_head(dv_acc, p, self.dO[sd])
+                    plgpu.wgmma_wait(0)
+                    arrive(self.do_free.at[sd])
+
+            return dv_acc[...]
+
+        dv = pl.run_scoped(
+            outer, plgpu.ACC(tile, F32), plgpu.ACC((c.block_kv, plan.padded_value_size), F32)
+        )
+        self.drain(self.d_free, c.stages_ds)  # warpgroup 1 reads V until its last dP
+        self.finish(self.V, 0, dv * self.dv_factor, self.dv)
+        plgpu.wait_smem_to_gmem(0)
+
+    def compute_ds(self) -> None:
+        """Design `products`, warpgroup 1: steps 3, 5 and 6."""
+        c, plan = self.c, self.plan
+        tile = (c.block_kv, c.block_q)
+        wait(self.kv_full)
+        self.clean_kv(self.V, 0, c.block_kv)
+
+        def outer(dk_acc):
+            @pl.loop(i32(0), self.walk.total)
+            def _(j):
+                sq, sd = lax.rem(j, i32(c.stages_q)), lax.rem(j, i32(c.stages_do))
+                bb = lax.rem(j, i32(c.stages_ds))
+                wait(self.do_full.at[sd])
+                if plan.empty_queries:
+                    wait(self.q_full.at[sq])
+                    self.clean_queries(i32(1), j, sq, sd)
+
+                def inner(p_acc):
+                    self.init_dp(p_acc, sd)
+                    over_head(p_acc, self.V, pl.ds(0, c.block_kv), self.dO[sd])  # 3
+                    return plgpu.wgmma_accumulator_load(p_acc, wait_n=0)
+
+                dp = pl.run_scoped(inner, plgpu.ACC(tile, F32))
+                wait(self.d_full.at[bb])
+                d = plgpu.load(self.d.at[bb], layout=WGMMA)
+                whole = []
+                if plan.scores.bias_gradient:
+                    whole = [plgpu.load(self.p.at[bb], layout=WGMMA)]
+                ds = self.gradients(d, dp, sd, j, 0, whole)  # 5
+                arrive(self.do_free.at[sd])
+                arrive(self.d_free.at[bb])
+
+                @pl.when(j >= c.stages_ds)
+                def _():
+                    wait(self.ds_free.at[bb])
+
+                self.ds.at[bb][...] = ds
+                plgpu.commit_smem()
+                arrive(self.ds_full.at[bb])
+                if not plan.empty_queries:
+                    wait(self.q_full.at[sq])
+                to_head(dk_acc, ds, self.Q[sq])  # 6
+                plgpu.wgmma_wait(0)
+                arrive(self.q_free.at[sq])
+
+            return dk_acc[...]
+
+        dk = pl.run_scoped(outer, plgpu.ACC((c.block_kv, plan.padded_head_size), F32))
+        self.drain(self.ds_free, c.stages_ds)
+        self.finish(self.K, 0, dk * self.dk_factor, self.dk)
+        plgpu.wait_smem_to_gmem(0)
+
+    def compute_dq(self) -> None:
+        """The last warpgroup: loads, and step 7."""
+        c, plan, total = self.c, self.plan, self.walk.total
+        self.load_kv(True)
+
+        @pl.when(total > 0)
+        def _():
+            self.load_q(i32(0), 0)
+
+        self.load_kv(False)
+
+        @pl.when(total > 0)
+        def _():
+            self.load_do(i32(0), 0)
+
+        for load, stages in ((self.load_q, c.stages_q), (self.load_do, c.stages_do)):
+            for s in range(1, stages):
+
+                @pl.when(s < total)
+                def _(load=load, s=s):
+                    load(i32(s), s)
+
+        wait(self.kv_full)
+        pieces = [
+            (m, col)
+            for m in range(0, c.block_q, 64)
+            for col in range(0, plan.padded_head_size, WIDTH)
+        ]
+
+        @pl.loop(i32(0), total)
+        def _(j):
+            head, i, _ = self._step(j)
+            bb = lax.rem(j, i32(c.stages_ds))
+            wait(self.ds_full.at[bb])
+            if plan.deterministic:  # the blocks add from the last KV tile to the first
+                turn = self.order.at[self.b, head, i]
+                plgpu.semaphore_wait(
+                    turn, self.ranks[self.b, self.n, i], decrement=False, memory_scope="gpu"
+                )
+            for x, (m, col) in enumerate(pieces):
+
+                def product(acc, m=m, col=col):
+                    ds = self.ds.at[bb, :, pl.ds(m, 64)]
+                    plgpu.wgmma(acc, ds.transpose((1, 0)), self.K.columns(col))
+                    return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+
+                part = pl.run_scoped(product, plgpu.ACC((64, WIDTH), F32))
+                if x == len(pieces) - 1:
+                    arrive(self.ds_free.at[bb])
+                if c.dq == "red":
+                    place = self.dq.at[self.b, head, i * (c.block_q // 64) + m // 64]
+                    red_add(place, part, col // 8)
+                    plgpu.commit_smem()  # keeps ptxas from interleaving the pieces (registers)
+                else:
+                    buffer = x % c.dq_buffers
+                    plgpu.wait_smem_to_gmem(c.dq_buffers - 1, wait_read_only=True)
+                    self.dqs[buffer] = part
+                    plgpu.commit_smem()
+                    rows = pl.ds(i * c.block_q + m, 64)
+                    target = self.dq.at[self.b, rows, head, pl.ds(col, WIDTH)]
+                    plgpu.copy_smem_to_gmem(self.dqs.at[buffer], target, reduction_op="add")
+            if plan.deterministic:
+                if c.dq == "tma":
+                    plgpu.wait_smem_to_gmem(0)
+                plgpu.semaphore_signal(turn, 1, memory_scope="gpu")
+
+            @pl.when(j + c.stages_do < total)
+            def _():
+                stage = lax.rem(j, i32(c.stages_do))
+                wait(self.do_free.at[stage])
+                self.load_do(j + c.stages_do, stage)
+
+            @pl.when(j + c.stages_q < total)
+            def _():
+                stage = lax.rem(j, i32(c.stages_q))
+                wait(self.q_free.at[stage])
+                self.load_q(j + c.stages_q, stage)
+
+        plgpu.wait_smem_to_gmem(0)
+
+
+def scratch(plan: Plan, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Shared memory and barriers by name."""
+    c, dtype = plan.config, plan.dtype
+    SM, BR = plgpu.SMEM, plgpu.Barrier
+    head, value = plan.padded_head_size, plan.padded_value_size
+    copies_q = 1 if plan.whole else head // WIDTH
+    copies_do = 1 if plan.whole else value // WIDTH
+    out: dict[str, Any] = {
+        "ks": Tile.scratch(plan, c.block_kv, head),
+        "vs": Tile.scratch(plan, c.block_kv, value),
+        "qs": Tile.scratch(plan, c.block_q, head, c.stages_q),
+        "dos": Tile.scratch(plan, c.block_q, value, c.stages_do),
+        "nlse_s": SM((c.stages_q, c.block_q), F32),
+        "ndelta_s": SM((c.stages_do, c.block_q), F32),
+        "ds": SM((c.stages_ds, c.block_kv, c.block_q), dtype, transforms=TILED16),
+    }
+    if c.dq == "tma":
+        out["dqs"] = SM((c.dq_buffers, 64, 64), F32, transforms=TILED32)
+    if c.design == "products":
+        out["d"] = SM((c.stages_ds, c.block_kv, c.block_q), dtype, transforms=TILED16)
+        if plan.scores.bias_gradient:
+            out["p"] = SM((c.stages_ds, c.block_kv, c.block_q), dtype, transforms=TILED16)
+    keys = [name for name in ("dead", "kseg", "kpos") if name in inputs]
+    queries = [name for name in ("qseg", "qpos") if name in inputs]
+    for name in keys:
+        out[name + "_s"] = SM((c.block_kv,), inputs[name].dtype)
+    for name in queries:
+        out[name + "_s"] = SM((c.stages_q, c.block_q), inputs[name].dtype)
+    writers = c.compute if c.design == "rows" else 1
+    out |= {
+        "kv_full": BR(num_arrivals=copies_q + copies_do + len(keys)),
+        "q_full": BR(num_arrivals=copies_q + 1 + len(queries), num_barriers=c.stages_q),
+        "do_full": BR(num_arrivals=copies_do + 1, num_barriers=c.stages_do),
+        "q_free": BR(num_arrivals=c.compute, num_barriers=c.stages_q),
+        "do_free": BR(num_arrivals=c.compute, num_barriers=c.stages_do),
+        "ds_full": BR(num_arrivals=writers, num_barriers=c.stages_ds),
+        "ds_free": BR(num_arrivals=1, num_barriers=c.stages_ds),
+    }
+    if c.design == "products":
+        out["d_full"] = BR(num_arrivals=1, num_barriers=c.stages_ds)
+        out["d_free"] = BR(num_arrivals=1, num_barriers=c.stages_ds)
+    if plan.empty_queries:
+        out["clean"] = BR(num_arrivals=c.compute)
+    return out
+
+
+def kernel(plan: Plan, inputs: dict[str, Any], sums: dict[str, Any]) -> tuple[Any, Any]:
+    """(dK, dV); adds to float32 references `dq` of shape `plan.dq_shape` and `dbias`, both unscaled.
+
+    inputs: q, k, v, do, nlse and ndelta [B, N, padded T] float32, and what the plan asks for of
+    spans [B, KV tiles, 4], ranks [B, KV tiles, Q tiles], dead, kseg, kpos [B or 1, padded S],
+    qseg, qpos [B or 1, padded T], mask [elements], bias, slopes [B or 1, N, 1], places [B, N, 8].
+    """
+    c = plan.config
+    names = list(inputs)
+    places = scratch(plan, inputs)
+
+    def body(*refs):
+        named = dict(zip((*names, *sums, "dk", "dv", *places), refs, strict=True))
+        if plan.deterministic:
+            shape = (plan.batch, plan.query_heads, plan.q_tiles)
+            named["order"] = pl.get_global(plgpu.SemaphoreType.REGULAR(shape))
+        block = Block(plan, named)
+        wg = lax.axis_index("wg")
+        high, low = c.registers
+        # 128 threads times (compute + 1) start with an equal share of 65536 registers
+        change = "increase" if high > 65536 // c.threads // 8 * 8 else "decrease"
+        if c.design == "rows":
+
+            @pl.when(wg < c.compute)
+            def _():
+                plgpu.set_max_registers(high, action=change)
+                block.compute_rows(wg)
+
+        else:
+            for x, role in enumerate((block.compute_p, block.compute_ds)):
+
+                @pl.when(wg == x)
+                def _(role=role):
+                    plgpu.set_max_registers(high, action=change)
+                    role()
+
+        @pl.when(wg == c.compute)
+        def _():
+            plgpu.set_max_registers(low, action="decrease")
+            block.compute_dq()
+
+    return plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct(inputs[x].shape, inputs[x].dtype) for x in ("k", "v")],
+        grid=(plan.batch, plan.kv_heads, plan.kv_tiles),
+        grid_names=("b", "h", "n"),
+        num_threads=c.compute + 1,
+        thread_name="wg",
+        scratch_types=list(places.values()),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
+        ),
+        kernel_name="jaxcap_backward",
+    )(*inputs.values(), *sums.values())

@@ -1,0 +1,356 @@
+"""The sm90 backward: its tables against the oracle on CPU, its gradients on the GPU."""
+
+import dataclasses
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxcap import attention, blockwise
+from jaxcap.pallas import backward, backward_tables
+from jaxcap.spec import AttentionSpec, Operands
+from tests import cases, compile_sm90, conformance
+
+CASES = [case for case in cases.CASES if case.name not in ("layer_scale", "layer_scale_uncapped")]
+BY_ID = {"ids": lambda case: case.name}
+
+
+def prepared(case, dtype="bfloat16"):
+    """(spec, operands, oracle) of a case, as a backend gets them."""
+    inputs = cases.build(case, dtype)
+    given = conformance.arguments(inputs)
+    given = {k: jnp.asarray(x) if isinstance(x, np.ndarray) else x for k, x in given.items()}
+    bound = inspect.signature(attention.dot_product_attention).bind(**given)
+    bound.apply_defaults()
+    spec, operands, *_ = attention.prepare(dict(bound.arguments))
+    return spec, operands, inputs.oracle(conformance.dropout_words(inputs))
+
+
+# ---- the tables -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("blocks", [(8, 16), (32, 24)])
+@pytest.mark.parametrize("case", CASES, **BY_ID)
+def test_tables_agree_with_the_oracle(case, blocks):
+    """No tile that holds an entry is skipped, none that hides one is full, dead keys are exactly those."""
+    spec, operands, work = prepared(case)
+    block_q, block_kv = blocks
+    need, full = backward_tables.needed_tiles(spec, operands, block_q, block_kv)
+    table = np.asarray(backward_tables.spans(need, full))
+    b, n, t, s = work.part.shape
+    tiles = (-(-t // block_q), -(-s // block_kv))
+    part = np.zeros((b, n, tiles[0] * block_q, tiles[1] * block_kv), bool)
+    part[:, :, :t, :s] = work.part
+    by_tile = part.reshape(b, n, tiles[0], block_q, tiles[1], block_kv)
+    some, every = by_tile.any((1, 3, 5)), by_tile.all((1, 3, 5))
+    table = np.broadcast_to(table, (b, *table.shape[1:]))
+    index = np.arange(tiles[0])[None, :, None]
+    first, end, full_from, full_to = (table[:, None, :, i] for i in range(4))
+    walked = (index >= first) & (index < end)
+    unmasked = walked & (index >= full_from) & (index < full_to)
+    assert not (some & ~walked).any()
+    assert not (unmasked & ~every).any()
+    dead = np.broadcast_to(np.asarray(backward_tables.dead_keys(spec, operands)), (b, s))
+    np.testing.assert_array_equal(dead, ~work.attended)
+    empty = np.asarray(backward_tables.empty_queries(spec, operands))
+    np.testing.assert_array_equal(np.broadcast_to(empty, work.row.shape), ~work.row)
+    assert backward_tables.may_have_dead_keys(spec) or not dead.any()
+    assert backward_tables.may_have_empty_queries(spec) or work.row.all()
+
+
+@pytest.mark.parametrize("case", CASES, **BY_ID)
+def test_every_addition_to_dq_has_its_turn(case):
+    """Ranks of the KV tiles that visit a query tile are 0, 1, 2, ... from the last to the first."""
+    spec, operands, _ = prepared(case)
+    table = backward_tables.spans(*backward_tables.needed_tiles(spec, operands, 8, 8))
+    q_tiles = -(-spec.query_length // 8)
+    ranks = np.asarray(backward_tables.ranks(table, q_tiles))
+    table = np.asarray(table)
+    for b, i in np.ndindex(table.shape[0], q_tiles):
+        visits = [n for n in range(table.shape[1]) if table[b, n, 0] <= i < table[b, n, 1]]
+        assert [ranks[b, n, i] for n in reversed(visits)] == list(range(len(visits)))
+
+
+@pytest.mark.parametrize("length", [(65, 64), (192, 320), (320, 7)])
+@pytest.mark.parametrize("window", [None, (0, 0), (70, 0), (None, 5), (130, None), (3, 200)])
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_walk_by_arithmetic(causal, alignment, window, length):
+    """The range that the kernel computes for band masks, against the predicate on every pair."""
+    pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
+    from jaxcap.pallas.backward_plan import Walk
+
+    t, s = length
+    spec = AttentionSpec(
+        batch=1,
+        query_length=t,
+        key_length=s,
+        query_heads=2,
+        kv_heads=1,
+        head_size=64,
+        value_size=64,
+        dtype="bfloat16",
+        scale=1.0,
+        is_causal=causal,
+        causal_alignment=alignment,
+        window=window,
+        platform="sm90",
+    )
+    plan = backward.make_plan(spec)
+    assert not plan.table
+    ahead = np.arange(s)[None, :] - np.arange(t)[:, None] - spec.query_offset
+    low, high = spec.band
+    kept = np.ones((t, s), bool)
+    if low is not None:
+        kept &= ahead >= low
+    if high is not None:
+        kept &= ahead <= high
+    bm, bn = plan.config.block_q, plan.config.block_kv
+    for n in range(plan.kv_tiles):
+        walk = Walk(plan, {}, jnp.int32(0), jnp.int32(n))
+        first, end = int(walk.first), int(walk.end)
+        for i in range(plan.q_tiles):
+            tile = kept[i * bm : (i + 1) * bm, n * bn : (n + 1) * bn]
+            assert not tile.any() or first <= i < end
+            partial = walk.partial(jnp.int32(i), 0, bn)
+            if partial is None or not partial:
+                assert tile.all() and tile.shape[1] == bn
+        assert int(walk.total) == 2 * max(end - first, 0)
+        steps = [tuple(int(x) for x in walk[jnp.int32(j)]) for j in range(int(walk.total))]
+        assert steps == [(g, i) for g in range(2) for i in range(first, end)]
+
+
+# ---- the schedule, tile by tile in NumPy -------------------------------------------------------------
+def emulated(spec, operands, work, d_out, d_lse, block_q, block_kv):
+    """Gradients by the kernel's schedule in float64: masks only where a tile is partial, clean rows."""
+    q, k, v, d_out = (np.asarray(x, np.float64) for x in (*operands[:3], d_out))
+    b, t, n, _ = q.shape
+    s, heads = k.shape[1:3]
+    group = n // heads
+    need, full = backward_tables.needed_tiles(spec, operands, block_q, block_kv)
+    table = np.asarray(backward_tables.spans(need, full))
+    table = np.broadcast_to(table, (b, *table.shape[1:]))
+    dead = np.broadcast_to(np.asarray(backward_tables.dead_keys(spec, operands)), (b, s))
+    lse = np.swapaxes(work.lse, 1, 2)
+    out = jnp.asarray(work.out, jnp.float32)
+    vectors = backward.row_vectors(
+        spec,
+        operands,
+        out,
+        jnp.asarray(lse, jnp.float32),
+        jnp.asarray(d_out, jnp.float32),
+        jnp.asarray(np.swapaxes(d_lse, 1, 2), jnp.float32),
+        0,
+        0,
+    )
+    nlse, ndelta = (np.asarray(x, np.float64) for x in vectors[:2])
+    ln2 = np.log(2.0)
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    cap = spec.softcap
+    part = np.broadcast_to(work.part, (b, n, t, s))
+    extra = np.where(part, work.scores, 0.0) - (
+        cap * work.tanh if cap else np.where(part, work.scores, 0)
+    )
+    for at_b, head, tile in np.ndindex(b, n, table.shape[1]):
+        keys = slice(tile * block_kv, min((tile + 1) * block_kv, s))
+        kv = head // group
+        gone = dead[at_b, keys][:, None]
+        kt = np.where(gone, 0.0, k[at_b, keys, kv])
+        vt = np.where(gone, 0.0, v[at_b, keys, kv])
+        first, end, full_from, full_to = table[at_b, tile]
+        for i in range(first, end):
+            rows = slice(i * block_q, min((i + 1) * block_q, t))
+            empty = np.isneginf(nlse[at_b, head, rows])[:, None]
+            partial = not full_from <= i < full_to
+            qt, dt = q[at_b, rows, head], d_out[at_b, rows, head]
+            if partial:
+                qt, dt = np.where(empty, 0.0, qt), np.where(empty, 0.0, dt)
+            x = spec.scale * qt @ kt.T
+            tanh = np.tanh(x / cap) if cap else 0.0 * x
+            exponent = cap * tanh + extra[at_b, head, rows, keys] if cap else x
+            exponent = exponent + nlse[at_b, head, rows][:, None] * ln2
+            if partial:
+                exponent = np.where(part[at_b, head, rows, keys], exponent, -np.inf)
+            p = np.exp(exponent)
+            ds = p * (1 - tanh**2) * (dt @ vt.T + ndelta[at_b, head, rows][:, None])
+            dv[at_b, keys, kv] += p.T @ dt
+            dk[at_b, keys, kv] += spec.scale * ds.T @ qt
+            dq[at_b, rows, head] += spec.scale * ds @ kt
+    return {"query": dq, "key": dk, "value": dv}
+
+
+PLAIN = [c for c in CASES if not c.dropout_rate and (c.softcap or not (c.bias or c.alibi))]
+
+
+@pytest.mark.parametrize("case", PLAIN, **BY_ID)
+def test_schedule_equals_the_oracle(case):
+    spec, operands, work = prepared(dataclasses.replace(case, layer_scale=1.0), "float32")
+    inputs = cases.build(dataclasses.replace(case, layer_scale=1.0), "float32")
+    with np.errstate(invalid="ignore"):
+        found = emulated(spec, operands, work, inputs.d_out, inputs.d_lse, 16, 24)
+    wanted = work.backward(inputs.d_out, inputs.d_lse)._asdict()
+    for name, x in found.items():
+        scale = max(1e-6, float(np.abs(wanted[name]).max()))
+        # lse is rounded to float32
+        atol = 3e-5 * max(1.0, (case.softcap or 0.0) / 100)
+        np.testing.assert_allclose(x / scale, wanted[name] / scale, atol=atol, err_msg=name)
+
+
+def test_reasons():
+    spec, _, _ = prepared(cases.BY_NAME["bias"])
+    spec = spec.replace(platform="sm90", gradients=("query", "bias"))
+    assert backward.reasons(spec) == []
+    assert "deterministic" in backward.reasons(spec.replace(deterministic=True))[0]
+    assert "sm80" in backward.reasons(spec.replace(platform="sm80"))[0]
+    assert "float32" in backward.reasons(spec.replace(dtype="float32"))[0]
+    assert "head size 36" in backward.reasons(spec.replace(head_size=36))[0]
+    assert "value size 264" in backward.reasons(spec.replace(value_size=264))[0]
+
+
+# ---- compiled for sm_90a ------------------------------------------------------------------------------
+def call(length, head_size, *more, **changes):
+    """(spec, names of operands beyond query, key and value)."""
+    spec = AttentionSpec(
+        batch=2,
+        query_length=length,
+        key_length=length,
+        query_heads=4,
+        kv_heads=2,
+        head_size=head_size,
+        value_size=head_size,
+        dtype="bfloat16",
+        scale=0.1,
+        softcap=50.0,
+        platform="sm90",
+        gradients=("query", "key", "value"),
+    )
+    return spec.replace(**changes), more
+
+
+#: Bytes that ptxas may spill; the tuned configurations were measured with these spills.
+COMPILED = {
+    "d64_causal": (call(576, 64, is_causal=True), 8),
+    "d64_full": (call(576, 64), 0),
+    "d128_causal": (call(512, 128, is_causal=True), 40),
+    "d128_full": (call(512, 128), 16),
+    "d128_float16": (call(512, 128, is_causal=True, dtype="float16"), 40),
+    "d128_window": (call(512, 128, is_causal=True, window=(100, 0)), 64),
+    "d128_ragged": (call(509, 128, is_causal=True), 96),
+    "d192": (call(512, 192, is_causal=True), 0),
+    "d256_causal": (call(512, 256, is_causal=True), 0),
+    "d256_full": (call(512, 256), 16),
+    "d128_deterministic": (call(512, 128, is_causal=True, deterministic=True), 128),
+    "d128_segments": (call(512, 128, "segments", segment_ids=True, is_causal=True), 64),
+}
+
+
+def compiled(name: str):
+    """For `compile_sm90`."""
+    (spec, more), _ = COMPILED[name]
+
+    def array(*shape, dtype=None):
+        return jax.ShapeDtypeStruct(shape, dtype or jnp.dtype(spec.dtype))
+
+    b, t, n, k = spec.batch, spec.query_length, spec.query_heads, spec.kv_heads
+    q, kv = array(b, t, n, spec.head_size), array(b, t, k, spec.head_size)
+    ids = {}
+    if "segments" in more:
+        ids = dict.fromkeys(("query_segment_ids", "kv_segment_ids"), array(b, t, dtype=jnp.int32))
+
+    def run(q, k, v, out, lse, d_out, ids):
+        return backward.backward(spec, Operands(q, k, v, **ids), out, lse, d_out, None)
+
+    return run, (q, kv, kv, q, array(b, n, t, dtype=jnp.float32), q, ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [list(COMPILED)[i::4] for i in range(4)])
+def test_compiles_without_spills(group):
+    compile_sm90.required()
+    for name, report in compile_sm90.reports("tests.test_pallas_backward", group):
+        allowed = COMPILED[name][1]
+        assert report.kernels == 1, name
+        assert report.spill_stores <= allowed, (name, report)
+        assert not report.serialised, (name, report)
+
+
+# ---- on the GPU ---------------------------------------------------------------------------------------
+class Backward:
+    """The forward of `blockwise` with the gradients of the kernel."""
+
+    name = "pallas_backward"
+
+    def __init__(self, config=None):
+        self.config = config
+
+    def reasons(self, spec):
+        return backward.reasons(spec) if spec.gradients else blockwise.BACKEND.reasons(spec)
+
+    def forward(self, spec, operands):
+        return blockwise.BACKEND.forward(spec, operands)
+
+    def backward(self, spec, *arrays):
+        return backward.backward(spec, *arrays, self.config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", cases.CASES, **BY_ID)
+def test_gradients_on_the_gpu(case, dtype):
+    with conformance.registered(Backward()):
+        conformance.check(Backward.name, case.larger(), dtype)
+
+
+def gradients(case, deterministic, times):
+    """Gradients of the same call several times, each after memory was filled with NaN."""
+    spec, operands, work = prepared(case)
+    inputs = cases.build(case, "bfloat16")
+    spec = spec.replace(
+        platform="sm90", deterministic=deterministic, gradients=("query", "key", "value")
+    )
+    assert backward.reasons(spec) == []
+    run = jax.jit(lambda *arrays: backward.backward(spec, *arrays, None))
+    lse = jnp.asarray(np.swapaxes(work.lse, 1, 2), jnp.float32)
+    arrays = operands, jnp.asarray(work.out, jnp.bfloat16), lse, jnp.asarray(inputs.d_out)
+    for _ in range(times):
+        jnp.full((1 << 26,), jnp.nan).block_until_ready()
+        yield [np.asarray(x, np.float64) for x in run(*arrays)[:3]]
+
+
+@pytest.mark.gpu
+def test_memory():
+    """Beyond inputs, outputs and lse: one float32 dQ and two float32 row vectors."""
+    spec, (q, k, v, *_), _ = prepared(
+        dataclasses.replace(
+            cases.BY_NAME["causal"], query_length=1024, key_length=1024, head_size=128
+        )
+    )
+    spec = spec.replace(platform="sm90", gradients=("query", "key", "value"))
+    lse = jnp.zeros((spec.batch, spec.query_heads, spec.query_length), jnp.float32)
+    out = jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+
+    def run(q, k, v, out, lse, d_out):
+        return backward.backward(spec, Operands(q, k, v), out, lse, d_out, None)[:3]
+
+    memory = jax.jit(run).lower(q, k, v, out, lse, out).compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= 4 * q.size + 2 * 4 * lse.size + 65536
+
+
+REPEATED = ["causal", "gemma_window", "both_lengths", "segments_packed", "mask", "dropout"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("name", REPEATED)
+def test_repeated_runs(name, head_size, deterministic):
+    """A race would move the error by more than the order of float32 additions does."""
+    case = dataclasses.replace(
+        cases.BY_NAME[name].larger(20), head_size=head_size, value_size=head_size
+    )
+    first, *others = gradients(case, deterministic, 10)
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            if deterministic:
+                np.testing.assert_array_equal(a, b)
+            assert np.linalg.norm(a - b) <= 1e-3 * np.linalg.norm(a)
