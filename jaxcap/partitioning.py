@@ -39,6 +39,9 @@ def partitioned(backend: Any, part: str, spec: AttentionSpec) -> Callable:
         if here != spec and (why := backend.reasons(here)):
             raise BackendError(f"backend {backend.name!r} cannot run a shard: {'; '.join(why)}")
         result = getattr(backend, part)(here, operands, *arrays)
+        # What a kernel writes comes out as replicated under shard_map, whatever it read.
+        varying = _varying((operands, arrays))
+        result = jax.tree.map(lambda x: _vary(x, varying), result)
         if part == "forward":
             return tuple(result)
         return Gradients(**{name: getattr(result, name) for name in spec.gradients})

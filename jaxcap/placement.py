@@ -133,8 +133,8 @@ def add_up(x: Array, axes: Axes) -> Array:
     """The sum over mesh axes, taken in float32 at least."""
     if not axes:
         return x
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    return jax.lax.psum(x.astype(wide), axes).astype(x.dtype)
+    wide = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+    return jax.lax.psum(wide, axes).astype(x.dtype)
 
 
 def refuse_sequence(backend: str, roles: Iterable[Role], found: Iterable[tuple[Axes, ...]]) -> None:

@@ -204,7 +204,7 @@ def backward(
 
     Memory beyond inputs, outputs and lse: dQ in float32 and two float32 row vectors, [B, N, T] each.
     """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+    from jax.experimental import pallas as pl
 
     from jaxcap.pallas import backward_scores, backward_sm90
 
@@ -216,21 +216,25 @@ def backward(
     by_row = ("dead", "kseg", "qseg", "kpos", "qpos", "mask", "bias", "slopes")
     shared = tuple(name for name in by_row if name in inputs and inputs[name].shape[0] == 1)
     plan = dataclasses.replace(plan, shared_rows=shared)
-    shapes = {"dq": plan.dq_shape}
-    if plan.scores.bias_gradient:
-        shapes["dbias"] = operands.bias.shape
-    sums = {
-        name: jax.new_ref(jnp.zeros(shape, jnp.float32), memory_space=plgpu.GMEM)
-        for name, shape in shapes.items()
+    results = {
+        "dq": jnp.zeros(plan.dq_shape, jnp.float32),
+        "dk": jnp.zeros(operands.key.shape, plan.dtype),
+        "dv": jnp.zeros(operands.value.shape, plan.dtype),
     }
-    dk, dv = backward_sm90.kernel(plan, inputs, sums)
+    if plan.scores.bias_gradient:
+        results["dbias"] = jnp.zeros(operands.bias.shape, jnp.float32)
+
+    # Inside `run_state` the references cause no effect that a transformation outside would meet.
+    def run(refs):
+        sums = {name: refs[name] for name in ("dq", "dbias") if name in refs}
+        refs["dk"][...], refs["dv"][...] = backward_sm90.kernel(plan, inputs, sums)
+
     # Under shard_map all come out as replicated, whatever was written to them.
     varying = varying_over(inputs)
-    dk, dv = varying(dk), varying(dv)
-    totals = {name: varying(jax.freeze(x)) for name, x in sums.items()}
-    total = unpermuted(plan, totals["dq"])[:, : spec.query_length, :, : spec.head_size]
+    done = jax.tree.map(varying, pl.run_state(run)(results))
+    total = unpermuted(plan, done["dq"])[:, : spec.query_length, :, : spec.head_size]
     d_query = (total * (plan.scores.scale * 2.0**-up)).astype(plan.dtype)
     d_bias = None
-    if "dbias" in totals:
-        d_bias = (totals["dbias"] * 2.0**-up).astype(operands.bias.dtype)
-    return Gradients(query=d_query, key=dk, value=dv, bias=d_bias, sinks=d_sinks)
+    if "dbias" in done:
+        d_bias = (done["dbias"] * 2.0**-up).astype(operands.bias.dtype)
+    return Gradients(query=d_query, key=done["dk"], value=done["dv"], bias=d_bias, sinks=d_sinks)
