@@ -1,0 +1,1 @@
+"""Examples that run as they are: `python -m examples.gemma2.train`."""

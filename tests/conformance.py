@@ -1,0 +1,234 @@
+"""How every backend is judged: its error against float64 beside that of plain JAX in the same dtype.
+
+Each result of a case (out, lse, a gradient) may be twice as far from the oracle as the plain
+implementation is, and by a floor of a rounding error of the sums behind it, for the plain one is
+sometimes exact by luck. Both the norm over the tensor and the largest error count. The results
+come from the public function, forced to the backend, under jit.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxcap
+from jaxcap import blockwise, selection
+from tests import cases, oracle, plain
+
+RATIO = 2.0  # DESIGN.md, style 7
+FLOOR = 0.5  # rounding errors of the input's dtype on the sum of absolute values
+FLOOR_OF_SCORES = (
+    2.0  # rounding errors of float32 on a score; they are relative errors of exp(score)
+)
+MUTANT_TOLERANCES = 10.0  # dropping the cap must move the result by more than these
+
+Results = dict[str, Any]
+
+
+class Expected(NamedTuple):
+    """What a case must give, and the (norm, maximum) of the error allowed for each of its results."""
+
+    inputs: cases.Inputs
+    work: oracle.Attention
+    exact: dict[str, np.ndarray]
+    tolerances: dict[str, tuple[float, float]]
+
+
+def dropout_words(inputs: cases.Inputs) -> np.ndarray:
+    """The two words that stand for `dropout_rng`."""
+    return np.asarray(jax.random.bits(jax.random.key(inputs.dropout_seed), (2,), jnp.uint32))
+
+
+def exact_results(inputs: cases.Inputs, work: oracle.Attention) -> dict[str, np.ndarray]:
+    grads = work.backward(inputs.d_out, inputs.d_lse)._asdict()
+    named = {name: x for name, x in grads.items() if x is not None}
+    return {"out": work.out, "lse": work.lse, **named}
+
+
+def error_of(measured: Any, exact: np.ndarray) -> np.ndarray:
+    """Float64 difference, 0 where both are the same infinity, NaN where only one is infinite."""
+    measured = np.asarray(measured).astype(np.float64)
+    same = np.isinf(exact) & (measured == exact)
+    with np.errstate(invalid="ignore"):
+        return np.where(same, 0.0, np.where(np.isfinite(exact), measured - exact, np.nan))
+
+
+def size(error: np.ndarray) -> tuple[float, float]:
+    """Norm and largest magnitude."""
+    return float(np.linalg.norm(error)), float(np.abs(error).max(initial=0.0))
+
+
+def floor(name: str, dtype: str, score: float) -> float:
+    """By how much a result may be off, in units of the sum of absolute values behind it."""
+    accumulator = "float64" if dtype == "float64" else "float32"
+    of_scores = FLOOR_OF_SCORES * float(jnp.finfo(accumulator).eps) * score
+    # The residual is in the accumulator's dtype, whatever the inputs are.
+    return of_scores + FLOOR * float(jnp.finfo(accumulator if name == "lse" else dtype).eps)
+
+
+@functools.lru_cache(maxsize=256)
+def expected(case: cases.Case, dtype: str, seed: int = 0) -> Expected:
+    inputs = cases.build(case, dtype, seed)
+    work = inputs.oracle(dropout_words(inputs))
+    exact = exact_results(inputs, work)
+    magnitudes = work.magnitudes(inputs.d_out, inputs.d_lse)
+    score = max(1.0, float(np.abs(work.scores).max(initial=0.0)))
+    tolerances = {}
+    for name, value in plain.results(inputs, work).items():
+        least = floor(name, dtype, score)
+        pairs = zip(size(error_of(value, exact[name])), size(magnitudes[name]), strict=True)
+        norm, largest = (RATIO * error + least * magnitude for error, magnitude in pairs)
+        tolerances[name] = (norm, largest)
+    return Expected(inputs, work, exact, tolerances)
+
+
+def complaints(measured: Results, wanted: Expected, tolerances: float = 1.0) -> list[str]:
+    """What is wrong with the results, none of which may be missing unless it is None; [] passes."""
+    found = []
+    for name, exact in wanted.exact.items():
+        if measured[name] is None:
+            continue
+        value = np.asarray(measured[name])
+        if value.shape != exact.shape:
+            found.append(f"{name}: shape {value.shape}, expected {exact.shape}")
+            continue
+        sizes = size(error_of(value, exact))
+        for kind, error, allowed in zip(
+            ("norm", "largest"), sizes, wanted.tolerances[name], strict=True
+        ):
+            if not error <= tolerances * allowed:  # also where it is NaN
+                found.append(
+                    f"{name}: {kind} error {error:.3g}, allowed {tolerances * allowed:.3g}"
+                )
+    return found
+
+
+def wrong_dtypes(measured: Results, inputs: cases.Inputs) -> list[str]:
+    """Output in the query's dtype, residual in the accumulator's, gradients in their operand's."""
+    query = inputs.operands["query"].dtype
+    kinds = {name: x.dtype for name, x in inputs.operands.items()}
+    kinds |= {"out": query, "lse": np.dtype(query if query == np.float64 else np.float32)}
+    return [
+        f"{name}: dtype {x.dtype}, expected {kinds[name]}"
+        for name, x in measured.items()
+        if x is not None and x.dtype != kinds[name]
+    ]
+
+
+def cap_moves_too_little(case: cases.Case, wanted: Expected) -> bool:
+    """Whether a backend that dropped the cap could pass: then the case is no test of it."""
+    inputs = wanted.inputs
+    if not case.softcap or not wanted.work.part.any():
+        return False
+    moved = inputs.oracle(dropout_words(inputs), softcap=None)
+    # Where each query attends one key at most the output is that value, capped or not.
+    name = "out" if wanted.work.part.sum(axis=3).max() > 1 else "lse"
+    one = {name: getattr(moved, name)}
+    rest = {n: None for n in wanted.exact if n != name}
+    return not complaints(one | rest, wanted, MUTANT_TOLERANCES)
+
+
+def arguments(inputs: cases.Inputs) -> dict[str, Any]:
+    """Of `dot_product_attention`, without `implementation`."""
+    rng = jax.random.key(inputs.dropout_seed) if inputs.static["dropout_rate"] else None
+    return inputs.operands | inputs.arrays | inputs.static | {"dropout_rng": rng}
+
+
+def attend(
+    inputs: cases.Inputs, backend: str | None, residual: bool = True, inference: bool = False
+) -> Results:
+    """Out, lse and gradients of the public function on `backend`; of `inference` only the first two."""
+    dynamic = {k: v for k, v in arguments(inputs).items() if k not in inputs.static}
+
+    @plain.quick_jit
+    def run(dynamic, d_out, d_lse):
+        operands = {name: dynamic.pop(name) for name in inputs.operands}
+
+        def call(operands):
+            result = jaxcap.dot_product_attention(
+                **operands,
+                **dynamic,
+                **inputs.static,
+                return_residual=residual,
+                implementation=backend,
+            )
+            return result if residual else (result, None)
+
+        if inference:
+            out, lse = call(operands)
+            return {"out": out, "lse": lse, **dict.fromkeys(operands)}
+        (out, lse), pullback = jax.vjp(call, operands)
+        return {"out": out, "lse": lse, **pullback((d_out, d_lse if residual else None))[0]}
+
+    return run(dynamic, inputs.d_out, inputs.d_lse)
+
+
+def check(
+    backend: str,
+    case: cases.Case,
+    dtype: str,
+    seed: int = 0,
+    *,
+    inference: bool = False,
+    must_move: bool = True,
+) -> None:
+    """One case on one backend: right in everything, or refused with the registry's reasons."""
+    wanted = expected(case, dtype, seed)
+    if must_move:
+        assert not cap_moves_too_little(case, wanted), "this case would pass without the cap"
+    for residual in (True, False):
+        plan = jaxcap.explain(
+            **arguments(wanted.inputs), return_residual=residual, implementation=backend
+        )
+        decision = plan.forward if inference else plan.training
+        reasons = decision.reasons[backend]
+        if not reasons:
+            break
+        try:
+            attend(wanted.inputs, backend, residual, inference)
+        except jaxcap.BackendError as error:
+            assert str(error).endswith(f": {'; '.join(reasons)}"), error  # noqa: PT017
+        else:
+            raise AssertionError(f"{backend} ran what it says it cannot: {'; '.join(reasons)}")
+    else:
+        return
+    inputs = wanted.inputs
+    if not residual:  # nothing to compare, and no cotangent of it
+        inputs = inputs._replace(d_lse=np.zeros_like(inputs.d_lse))
+        wanted = wanted._replace(exact=exact_results(inputs, wanted.work))
+    measured = attend(inputs, backend, residual, inference)
+    found = wrong_dtypes(measured, inputs) + complaints(measured, wanted)
+    assert not found, "\n".join(found)
+
+
+#: `blockwise` in tiles so small that small cases have many.
+TILED = blockwise.Blockwise("blockwise_tiled", lambda spec: (16, 8))
+
+
+class Fresh:
+    """A backend that equals no other: nothing traced before, for it or its like, is used for it."""
+
+    def __init__(self, backend: Any):
+        self.backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+
+@contextlib.contextmanager
+def registered(*backends: Any) -> Iterator[None]:
+    """`backends` instead of those of their names, or beside the others."""
+    before = selection.backends()
+    for backend in backends:
+        selection.register(backend)
+    try:
+        yield
+    finally:
+        for backend in backends:
+            selection.unregister(backend.name)
+            if backend.name in before:
+                selection.register(before[backend.name])
