@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -18,8 +19,8 @@ class FineMesh:
     the axes the compiler shows the others alone (`part`), while sums name devices of the `whole`.
     """
 
-    def __init__(self, mesh: Any, context: Any, shardings: Sequence[Any]):
-        tiled = [math.prod(d) for s in shardings if (d := _tiles(s, 1)[0])]
+    def __init__(self, mesh: Any, context: Any, arrays: Sequence[jax.ShapeDtypeStruct]):
+        tiled = [math.prod(d) for x in arrays if (d := _tiles(x.sharding, x.ndim)[0])]
         count = tiled[0] if tiled else 1
         if context.manual_axes:
             known = zip(context.axis_sizes, context.axis_names, strict=True)
@@ -31,7 +32,7 @@ class FineMesh:
         primes = [(p, manual) for size, manual in axes for p in _primes(size)]
         named = [(f"jaxcap_{i}", p, manual) for i, (p, manual) in enumerate(primes)]
         self.sizes = {name: p for name, p, manual in named if not manual}
-        devices = sorted(shardings[0].device_set, key=lambda d: d.id)
+        devices = sorted(arrays[0].sharding.device_set, key=lambda d: d.id)
 
         def build(sizes: dict[str, int]) -> Mesh:
             chosen = np.array(devices[: math.prod(sizes.values())])

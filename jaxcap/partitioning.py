@@ -111,7 +111,7 @@ def _split(
         return tuple(jax.tree.leaves(local(operands, *arrays)))
 
     def partition(mesh, given, results):
-        fine = FineMesh(mesh, context, [x.sharding for x in given])
+        fine = FineMesh(mesh, context, given)
         found = [fine.axes(x.sharding, x.ndim) for x in given]
         placement.refuse_sequence(name, roles, found)
         wanted = [fine.axes(x.sharding, x.ndim) for x in results]

@@ -299,7 +299,7 @@ def test_scan_and_remat():
 def test_sizes_of_tiles():
     operands, _ = _abstract(8, 512, 512, 4, 2, 64)
     assert blockwise.tile_sizes(_spec(operands)) == (128, 128)
-    assert blockwise.tile_sizes(_spec(operands, platform="sm80")) == (512, 512)
+    assert blockwise.tile_sizes(_spec(operands, platform="sm80")) == (512, 1024)
     decode, _ = _abstract(8, 1, 65536, 4, 2, 64)
     assert blockwise.tile_sizes(_spec(decode)) == (128, 8192)
     assert [tile_size(n, 512) for n in (0, 1, 512, 513, 1024, 1100)] == [1, 1, 512, 264, 512, 368]

@@ -319,18 +319,6 @@ def test_remat_by_name_in_a_scan(q, recorder):
     assert kernels(jax.value_and_grad(functools.partial(layers, policy=SAVE_OURS)), q) == (1, 1)
 
 
-def test_remat_in_the_compiled_program(q):
-    """The same of `blockwise`: the cap's tanh of a forward and of a backward, or of one forward more."""
-
-    def tanhs(policy):
-        function = jax.checkpoint(functools.partial(total, backend="blockwise"), policy=policy)
-        lowered = jax.jit(jax.value_and_grad(function)).lower(q)
-        return lowered.compile().as_text().count(" tanh(")
-
-    assert tanhs(SAVE_OURS) == 2
-    assert tanhs(None) == 3
-
-
 # ---- The device is a guess ----
 
 
