@@ -216,7 +216,7 @@ _LONG_QUERY = {"query_length": 61, "key_length": 29}
 
 CASES = (
     # The cap and the scale
-    _case("uncapped", softcap=None, dtypes=_ALL),
+    _case("uncapped", softcap=None),
     _case("capped", dtypes=_ALL),
     _case("cap_30", softcap=30.0, **_SELF),
     _case("cap_small", softcap=5.0),
@@ -238,7 +238,7 @@ CASES = (
     _case("one_key", query_length=41, key_length=1),
     _case("one_entry", query_length=1, key_length=1),
     # Causality and windows
-    _case("causal", is_causal=True, dtypes=_ALL, **_SELF),
+    _case("causal", is_causal=True, **_SELF),
     _case("causal_uncapped", is_causal=True, softcap=None, **_SELF),
     _case("causal_short_query", is_causal=True),
     _case("causal_long_query", is_causal=True, **_LONG_QUERY),

@@ -1,9 +1,9 @@
 """Every backend of the registry over one table of cases: forward, residual and every gradient.
 
-On CPU each case runs in float32 on `xla` and on `blockwise` in small tiles, in bfloat16 on
-`blockwise` as it is; cases that list float16 run in everything on all. A backend that cannot run a case
-must refuse it with the reasons that it gives. `pytest -m gpu` runs the same cases at the lengths and
-head sizes of a GPU.
+On CPU each case runs on `xla` and on `blockwise` in small tiles, alternately in float32 and bfloat16;
+cases that list float16 run in everything on all, `blockwise` as it is included. A backend that cannot
+run a case must refuse it with the reasons that it gives. `pytest -m gpu` runs the same cases at
+the lengths and head sizes of a GPU.
 """
 
 import jax
@@ -24,9 +24,11 @@ def tiled_blockwise():
 
 
 def runs_on_cpu(backend: str, case: cases.Case, dtype: str) -> bool:
-    """One dtype a backend for most cases: compiling is what takes the time."""
-    single = {"xla": "float32", "blockwise": "bfloat16", conformance.TILED.name: "float32"}
-    return case in CORE or single.get(backend, dtype) == dtype
+    """One dtype a case, on `blockwise` the core alone: compiling is what takes the time."""
+    if case in CORE or backend not in ("xla", "blockwise", conformance.TILED.name):
+        return True
+    turn = cases.CASES.index(case) + (backend == "xla")
+    return backend != "blockwise" and dtype == case.dtypes[turn % 2]
 
 
 ON_CPU = [

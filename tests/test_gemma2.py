@@ -441,6 +441,19 @@ def test_resumes_after_a_kill_with_the_same_losses(folder, whole):
     assert (out / "sample.txt").read_text() == (whole / "sample.txt").read_text()
 
 
+def test_interrupting_saves_and_stops(folder, whole, monkeypatch, capsys):
+    flags = ["--data", str(folder / "text.txt"), "--out", str(folder / "stopped")]
+    with monkeypatch.context() as patch:
+        patch.setattr(report.Bar, "show", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(SystemExit) as stopped:
+            train.main([*FLAGS, *flags])
+    assert stopped.value.code == 130
+    assert "goes on from here" in capsys.readouterr().out
+    train.main(flags)
+    assert "resuming after step 1\n" in capsys.readouterr().out
+    assert (folder / "stopped/losses.csv").read_text() == (whole / "losses.csv").read_text()
+
+
 def test_the_backend_shown_is_the_one_that_runs(folder, caplog):
     text = data.load(str(folder / "text.txt"))
     for name in ("xla", "blockwise"):

@@ -88,8 +88,7 @@ class Bar:
         self.progress.update(self.task, completed=step, description=self.text())
 
     def validated(self, loss: float) -> None:
-        self.validation = loss
-        self.since = time.monotonic()
+        self.validation, self.since = loss, time.monotonic()
         if not self.console.is_terminal:
             print(f"step {self.step}/{self.settings.steps}  {self.text()}{self.left()}", flush=True)
 

@@ -5,11 +5,14 @@ a CPU). On a GPU the same command trains a larger model, in bfloat16, on the bes
 """
 
 import argparse
+import contextlib
 import functools
 import math
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +61,31 @@ def programs(settings: Settings) -> tuple[Callable, Callable]:
     return jax.jit(step, donate_argnums=0), jax.jit(loss)
 
 
+@contextlib.contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event instead of breaking into a step or a checkpoint; a second one breaks."""
+    asked = threading.Event()
+
+    def ask(number: int, frame: Any) -> None:
+        if asked.is_set():
+            signal.default_int_handler(number, frame)
+        asked.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def train(run: Run, settings: Settings, text: data.Text, *, devices: int = 1) -> State:
-    """Trains from the newest checkpoint to the last step."""
+    """Trains from the newest checkpoint to the last step.
+
+    Raises KeyboardInterrupt after Ctrl-C, with a checkpoint of the step that was under way.
+    """
     mesh = jax.make_mesh(
         (devices,), ("batch",), (AxisType.Auto,), devices=jax.local_devices()[:devices]
     )
@@ -70,7 +96,7 @@ def train(run: Run, settings: Settings, text: data.Text, *, devices: int = 1) ->
     held_out = data.windows(text.validation, settings.length, at_most=64)
     held_out = jax.device_put(held_out, everywhere if len(held_out) % devices else split)
 
-    with run.manager() as manager:
+    with run.manager() as manager, interruptible() as stop:
         state = jax.device_put(run.restore(manager, settings), everywhere)
         done = int(state.step)
         if done == settings.steps:
@@ -91,10 +117,13 @@ def train(run: Run, settings: Settings, text: data.Text, *, devices: int = 1) ->
                 if checkpoint or bar.due():
                     bar.show(done, np.stack(jax.device_get(recent)))
                 if checkpoint:
-                    validation = validate(state.parameters, held_out)
-                    state = state._replace(validation=state.validation.at[done - 1].set(validation))
+                    value = validate(state.parameters, held_out)
+                    state = state._replace(validation=state.validation.at[done - 1].set(value))
+                    bar.validated(float(value))
+                if checkpoint or stop.is_set():
                     run.save(manager, state)
-                    bar.validated(float(validation))
+                if stop.is_set():
+                    raise KeyboardInterrupt
     return state
 
 
@@ -167,7 +196,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         state = train(run, settings, text, devices=devices)
     except KeyboardInterrupt:
-        print("\nstopped; the same command resumes from the newest checkpoint")
+        print("\nstopped; the same command goes on from here")
         sys.exit(130)
     finish(run, settings, text, state)
     print(f"{time.monotonic() - started:.0f} s in all")
