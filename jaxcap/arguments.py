@@ -13,6 +13,8 @@ from jaxcap import dropout as dropout_lib
 from jaxcap.marks import batch_index
 from jaxcap.spec import Array, Dropout
 
+LEAST, LARGEST = 1e-30, 1e30
+INTEGERS = ("int32", "int16", "int8", "uint16", "uint8")
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -26,9 +28,17 @@ def static_number(name: str, value: Any, advice: str) -> float:
         )
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {value!r}; {advice}")
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {value!r}; {advice}")
-    return float(value)
+    if number and not LEAST <= abs(number) <= LARGEST:  # its inverse too must be a float32
+        raise ValueError(
+            f"{name} must be 0 or between {LEAST:g} and {LARGEST:g}, got {value!r}; {advice}"
+        )
+    return number
 
 
 def soft_cap(value: Any) -> float | None:
@@ -69,7 +79,8 @@ def window(value: Any) -> tuple[int | None, int | None] | None:
                 raise TypeError(f"local_window_size must be of ints, got {value!r}; {advice}")
             if side < 0:
                 raise ValueError(f"local_window_size must not be negative, got {value!r}; {advice}")
-        result.append(None if side is None else int(side))
+        # No position is further away than int32 reaches.
+        result.append(None if side is None or side >= 2**31 - 1 else int(side))
     return None if result == [None, None] else (result[0], result[1])
 
 
@@ -96,7 +107,10 @@ def four(name: str, x: Any, wanted: tuple[int, int, int, int], lead: tuple[int, 
     if array.ndim == 4 and len(full) == 3 and shape[0] == 1:
         shape = shape[1:]
     if len(shape) != len(full) or any(s not in (1, f) for s, f in zip(shape, full, strict=True)):
-        raise ValueError(f"{name} must broadcast to {list(full)}, got {list(array.shape)}")
+        raise ValueError(
+            f"{name} must broadcast to {list(full)}, got {list(array.shape)}; one of the keys alone"
+            f" is {name}[:, None, None, :]"
+        )
     front, rest = shape[: len(lead)], shape[len(lead) :]
     if all(s == 1 for s in front):
         return array.reshape(1, *rest)
@@ -105,9 +119,19 @@ def four(name: str, x: Any, wanted: tuple[int, int, int, int], lead: tuple[int, 
 
 def integers(name: str, x: Any, lead: tuple[int, ...], length: int | None) -> Array:
     """`[.., length]` or `[length]` as `[B or 1, length]`; without a length `[..]` as `[B]`."""
+    if not isinstance(x, jax.Array):  # NumPy's and Python's are int64, their values are known
+        known = np.asarray(x)
+        if known.size and known.dtype.kind in "iu":
+            limits = np.iinfo(np.int32)
+            if known.min() < limits.min or known.max() > limits.max:
+                raise ValueError(f"{name} must fit in int32, got up to {known.max()}")
+            x = known.astype(np.int32)
     array = jnp.asarray(x)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{name} must be of integers, got {array.dtype.name}")
+    if array.dtype.name not in INTEGERS:
+        raise TypeError(
+            f"{name} must be of a dtype among {INTEGERS}, got {array.dtype.name};"
+            f" cast it with .astype(jnp.int32)"
+        )
     array = array.astype(jnp.int32)
     if length is None:
         expect(name, array, lead or (1,), lead)

@@ -62,7 +62,8 @@ def dot_product_attention(
       key_value_seq_lengths: `[B]` int; keys past it take no part.
       query_segment_ids: `[B, T]` int; a query attends keys of equal id.
       key_value_segment_ids: `[B, S]` int.
-      query_positions: `[B, T]` or `[T]` int, instead of indices in causality, window and ALiBi.
+      query_positions: `[B, T]` or `[T]` int, below 2**30 in magnitude, instead of indices in
+        causality, window and ALiBi.
       key_value_positions: `[B, S]` or `[S]` int.
       alibi_slopes: `[N]` or `[B, N]`, without gradient.
       sinks: `[N]`, one more logit a head that has no value; has a gradient.
@@ -116,8 +117,8 @@ def prepare(given: dict[str, Any]) -> tuple[AttentionSpec, Operands, tuple[int, 
             raise TypeError(
                 f"{name} has dtype {x.dtype.name}, query {q.dtype.name}; cast one to the other"
             )
-        if 0 in x.shape[-2:]:
-            raise ValueError(f"{name} must have heads of some size, got {list(x.shape)}")
+        if 0 in x.shape:
+            raise ValueError(f"{name} must have no axis of length 0, got {list(x.shape)}")
     lead = tuple(q.shape[:-3])
     (length, heads, size), (key_length, kv_heads) = q.shape[-3:], k.shape[-3:-1]
     arguments.expect("key", k, (*lead, key_length, kv_heads, size))
@@ -193,7 +194,7 @@ def prepare(given: dict[str, Any]) -> tuple[AttentionSpec, Operands, tuple[int, 
         optional(arguments.integers, "key_value_segment_ids", key_length),
         optional(arguments.integers, "query_positions", length),
         optional(arguments.integers, "key_value_positions", key_length),
-        optional(arguments.per_head, "alibi_slopes", heads, batched=True),
+        jax.lax.stop_gradient(optional(arguments.per_head, "alibi_slopes", heads, batched=True)),
         optional(arguments.per_head, "sinks", heads, batched=False),
         dropout,
     )

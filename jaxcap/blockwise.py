@@ -42,8 +42,9 @@ class _Growing(NamedTuple):
 def forward(spec: AttentionSpec, operands: Operands, tiles: tuple[int, int]) -> tuple[Array, Array]:
     """(out [B, T, N, V], lse [B, N, T]), `tiles` being the most queries and keys of one."""
     call, acc = Chunks(spec, operands, *tiles), spec.accumulator
-    narrow = spec.dtype if spec.dtype in ("bfloat16", "float16") else "float32"
-    shift = softcap.bounded_shift(spec, narrow)
+    # In float32 nothing bounds the values, so the maximum stays.
+    narrow = spec.dtype in ("bfloat16", "float16")
+    shift = softcap.bounded_shift(spec, spec.dtype) if narrow else None
     join = merge.add if shift is None else merge.add_bounded
     first_top = -jnp.inf if shift is None else merge.shift_to_top(shift)
     batch, kv_heads, group = spec.batch, spec.kv_heads, spec.group_size

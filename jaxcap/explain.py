@@ -9,6 +9,13 @@ import jax
 from jaxcap import attention, device, selection
 from jaxcap.spec import DIFFERENTIABLE, AttentionSpec
 
+#: What `explain` takes the shape of; the other arguments are looked at as they are.
+_ARRAYS = (
+    *("query", "key", "value", "bias", "mask", "query_seq_lengths", "key_value_seq_lengths"),
+    *("query_segment_ids", "key_value_segment_ids", "query_positions", "key_value_positions"),
+    *("alibi_slopes", "sinks", "dropout_rng"),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
@@ -22,8 +29,9 @@ class Explanation:
         s = self.spec
         cap = f"softcap {s.softcap:g}" if s.softcap is not None else "no softcap"
         head = (
-            f"query [{s.batch}, {s.query_length}, {s.query_heads}, {s.head_size}], key and value"
-            f" [{s.key_length}, {s.kv_heads}, {s.value_size}], {s.dtype}, {cap}, on {s.platform}"
+            f"query [{s.batch}, {s.query_length}, {s.query_heads}, {s.head_size}], value"
+            f" [{s.batch}, {s.key_length}, {s.kv_heads}, {s.value_size}], {s.dtype}, {cap}, on"
+            f" {s.platform}"
         )
         parts = [head, f"forward: {self.forward.backend or 'none can'}", str(self.forward)]
         parts += [f"with gradients: {self.training.backend or 'none can'}", str(self.training)]
@@ -67,7 +75,7 @@ def explain(
 
 def _spec_of(given: dict[str, Any]) -> AttentionSpec:
     found = []
-    traced = {k: v for k, v in given.items() if hasattr(v, "shape") and hasattr(v, "dtype")}
+    traced = {k: v for k, v in given.items() if k in _ARRAYS and hasattr(v, "shape")}
     static = {k: v for k, v in given.items() if k not in traced}
 
     def run(arrays):

@@ -1,6 +1,9 @@
 """Meshes with explicit axes: the sharding of every array is in its type when a call is traced.
 
 The types are read, what cannot be split is refused, and the call runs in a shard_map over the axes.
+
+Not possible: the gradient of a vmap over an axis that is itself sharded (JAX does not tell the backward
+of it; an error about the cotangent's type). The vmap of the gradient is.
 """
 
 import math

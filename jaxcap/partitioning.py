@@ -5,6 +5,9 @@
 - Explicit axes: the types of the arrays tell their sharding, see `explicit.py`.
 - Manual axes (a user's shard_map): the call is local already.
 - One device: the call itself, nothing around it.
+
+Query heads may be split until a shard holds one whole group, or an equal part of one; key and value
+are then cut or kept whole, and gradients of what shards share are summed. All else is an error.
 """
 
 import functools

@@ -8,8 +8,8 @@ from jaxcap.spec import Array, AttentionSpec
 
 LOG2E = math.log2(math.e)
 
-#: Values up to this magnitude can be summed without a running maximum; see `bounded_shift`.
-LOG2_VALUE_BOUND = 64
+#: Magnitudes of values that no running maximum is needed for; see `bounded_shift`.
+LOG2_LEAST_VALUE, LOG2_LARGEST_VALUE = -36, 48
 
 
 def cap(logits: Array, softcap: float | None, layer_scale: float = 1.0) -> Array:
@@ -44,7 +44,9 @@ def bounded_shift(spec: AttentionSpec, probabilities: str) -> int | None:
     - the least probability normal in `probabilities` ("bfloat16", "float16" or "float32"; float16
       may go two bits below, where it still has as many bits as bfloat16);
     - the largest finite in it;
-    - the sum over S keys of probability times value finite in float32 for |value| <= 2**64.
+    - probability times value normal in float32 for |value| >= 2**-36, and what is less is lost
+      beside 2**-36 only;
+    - the sum over S keys of probability times value finite in float32 for |value| <= 2**48.
     A bias or ALiBi is unbounded: None. Sinks join after the sum, by logarithm, and do no harm.
     """
     if spec.softcap is None or spec.bias_shape is not None or spec.alibi:
@@ -53,7 +55,8 @@ def bounded_shift(spec: AttentionSpec, probabilities: str) -> int | None:
     if probabilities == "float16":
         shift, least, largest = 0, -16, 15.99
     else:
-        shift, least, largest = min(math.ceil(c), math.floor(126 - c)), -126, 127
+        least, largest = -126 - LOG2_LEAST_VALUE, 127
+        shift = min(math.ceil(c), math.floor(-least - c))
     high = c - shift
-    sums = high + math.log2(max(spec.key_length, 1)) + LOG2_VALUE_BOUND
+    sums = high + math.log2(max(spec.key_length, 1)) + LOG2_LARGEST_VALUE
     return shift if -c - shift >= least and high <= largest and sums <= 127 else None

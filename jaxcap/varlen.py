@@ -41,8 +41,8 @@ def varlen_attention(
     """`dot_product_attention` of sequences packed one after another, each attending itself only.
 
     Sequence i holds the queries `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]` and the keys likewise;
-    what lies past the last bound is padding. Causality, windows and ALiBi count positions within a
-    sequence, "bottom_right" aligns the ends of each.
+    what lies before the first or past the last bound is padding. Causality, windows and ALiBi count
+    positions within a sequence, "bottom_right" aligns the ends of each.
 
     Args:
       query: `[total_q, N, H]`.
@@ -72,9 +72,10 @@ def varlen_attention(
         raise ValueError(
             f"causal_alignment must be 'top_left' or 'bottom_right', got {causal_alignment!r}"
         )
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if jnp.ndim(x) != 3:
-            raise ValueError(f"{name} must be [total, heads, size], got {list(jnp.shape(x))}")
+        if x.ndim != 3:
+            raise ValueError(f"{name} must be [total, heads, size], got {list(x.shape)}")
     q_bounds = _bounds("cu_seqlens_q", cu_seqlens_q)
     k_bounds = q_bounds if cu_seqlens_k is None else _bounds("cu_seqlens_k", cu_seqlens_k)
     expect("cu_seqlens_k", k_bounds, tuple(q_bounds.shape))
@@ -89,8 +90,8 @@ def varlen_attention(
         query,
         key,
         value,
-        query_segment_ids=jnp.where(q_id < sequences, q_id, -1),
-        key_value_segment_ids=jnp.where(k_id < sequences, k_id, -2),
+        query_segment_ids=jnp.where((q_id >= 0) & (q_id < sequences), q_id, -1),
+        key_value_segment_ids=jnp.where((k_id >= 0) & (k_id < sequences), k_id, -2),
         query_positions=q_index,
         key_value_positions=k_index,
         **keywords,

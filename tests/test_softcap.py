@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import jaxcap
 from jaxcap import softcap
 from jaxcap.spec import AttentionSpec
 
@@ -92,9 +93,11 @@ def weights(cap, shift, kind):
 
 
 def least_useful(probabilities):
-    kind = PROBABILITIES[probabilities]
-    smallest_normal = float(ml_dtypes.finfo(kind).smallest_normal)
-    return smallest_normal / 4 if probabilities == "float16" else smallest_normal
+    """Normal in its dtype (float16: two bits below), and normal in float32 times a small value."""
+    smallest_normal = float(ml_dtypes.finfo(PROBABILITIES[probabilities]).smallest_normal)
+    if probabilities == "float16":
+        return smallest_normal / 4
+    return smallest_normal * 2.0**-softcap.LOG2_LEAST_VALUE * (1 - 1e-4)
 
 
 def summed(value, count):
@@ -116,7 +119,7 @@ def test_bound_holds_just_inside(probabilities, key_length):
     assert np.isfinite(largest)
     assert math.isfinite(summed(np.float32(largest), key_length))
     with np.errstate(over="ignore"):
-        product = np.float32(largest) * np.float32(2.0**softcap.LOG2_VALUE_BOUND)
+        product = np.float32(largest) * np.float32(2.0**softcap.LOG2_LARGEST_VALUE)
     assert math.isfinite(summed(product, key_length))
 
 
@@ -147,7 +150,7 @@ def test_bound_is_tight(probabilities, key_length):
     _, refused = largest_accepted(probabilities, key_length)
     cap = refused + 1.5  # a shift is whole, and bounds are whole powers of two
     kind = PROBABILITIES[probabilities]
-    bound = 2.0**softcap.LOG2_VALUE_BOUND
+    bound = 2.0**softcap.LOG2_LARGEST_VALUE
     # float16 has no shift to choose: its probabilities feed the matrix units as they are.
     shifts = [0] if probabilities == "float16" else range(-200, 200)
     for shift in shifts:
@@ -185,3 +188,24 @@ def test_unbounded_scores_keep_the_maximum(probabilities, changes):
 def test_longer_rows_never_allow_more(probabilities):
     caps = [largest_accepted(probabilities, s)[0] for s in LENGTHS]
     assert caps == sorted(caps, reverse=True)
+
+
+@pytest.mark.parametrize("backend", ["xla", "blockwise"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cap", [30.0, 45.0, 50.0, 53.0, 60.0, 70.0])
+@pytest.mark.parametrize("size", [1e-8, 1e-2, 1.0, 1e12])
+def test_rows_at_the_bottom_of_the_cap(backend, dtype, cap, size):
+    """All logits at -cap: probabilities are as small as they get, and their products with values count."""
+    q = jnp.full((1, 2, 1, 8), 1e3, dtype)
+    v = jnp.full((1, 2, 1, 8), size, dtype)
+    out = jaxcap.dot_product_attention(q, -q, v, softcap=cap, implementation=backend)
+    np.testing.assert_allclose(out.astype(jnp.float32), v.astype(jnp.float32), rtol=1e-2)
+
+
+def test_values_without_bound_in_float32():
+    """What no shift could serve: values far beyond those that the bounded form is for."""
+    q = jnp.full((1, 2, 1, 8), 1e3)
+    for logits, size in ((q, 1e36), (-q, 1e-36)):
+        v = jnp.full((1, 2, 1, 8), size)
+        out = jaxcap.dot_product_attention(logits, q, v, softcap=50.0, implementation="blockwise")
+        np.testing.assert_allclose(out, v, rtol=1e-5)

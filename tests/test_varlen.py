@@ -67,6 +67,19 @@ def test_bounds_may_be_traced_and_gradients_flow():
     assert jnp.abs(whole[5:]).max() > 0
 
 
+def test_tokens_before_the_first_bound_are_padding():
+    q = jax.random.normal(jax.random.key(0), (6, 2, 8))
+    run = functools.partial(jaxcap.varlen_attention, q, q, q, jnp.array([2, 4, 6]), softcap=5.0)
+    np.testing.assert_array_equal(run()[:2], 0)
+    assert jnp.abs(run()[2:]).min() > 0
+
+
+def test_lists_are_arrays():
+    x = np.random.default_rng(0).standard_normal((4, 2, 8)).astype(np.float32)
+    out = jaxcap.varlen_attention(x.tolist(), x.tolist(), x.tolist(), [0, 4], softcap=5.0)
+    np.testing.assert_allclose(out, jaxcap.dot_product_attention(x, x, x, softcap=5.0), atol=1e-6)
+
+
 def test_bad_input():
     q = jnp.ones((6, 2, 8))
     cu = jnp.array([0, 6])
