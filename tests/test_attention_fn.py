@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxcap import modules_common, selection
+from jaxcap import selection
+from jaxcap.modules import common as modules_common
 from jaxcap.flax_adapter import attention_fn
 from tests import flax_reference as reference
 
