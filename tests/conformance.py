@@ -20,7 +20,9 @@ from jaxcap import blockwise, selection
 from tests import cases, oracle, plain
 
 RATIO = 2.0  # DESIGN.md, style 7
-FLOOR = 1.0  # steps of the input's dtype on the sum of absolute values: two roundings at their worst
+FLOOR = (
+    1.0  # steps of the input's dtype on the sum of absolute values: two roundings at their worst
+)
 FLOOR_OF_SCORES = (
     2.0  # rounding errors of float32 on a score; they are relative errors of exp(score)
 )

@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 from jaxcap import selection
-from jaxcap.modules import common as modules_common
 from jaxcap.flax_adapter import attention_fn
+from jaxcap.modules import common as modules_common
 from tests import flax_reference as reference
 
 CAP = 5.0

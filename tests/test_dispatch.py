@@ -75,10 +75,10 @@ def same(got, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, want)
 
 
-SUBSETS = [c for n in range(1, 6) for c in itertools.combinations(DIFFERENTIABLE, n)]
+SUBSETS = [c for n in (1, 2, 5) for c in itertools.combinations(DIFFERENTIABLE, n)]
 
 
-def test_gradients_of_any_subset(recorder):
+def test_gradients_of_subsets(recorder):
     """Those and only those are asked of the backend."""
     arrays = {n: make(n) for n in AXES}
     whole = jax.jit(lambda a: grads(a, DIFFERENTIABLE, "xla"))(arrays)

@@ -391,7 +391,7 @@ def test_a_call_on_the_cpu_of_a_gpu_host(gpu_host, q):
 # ---- Strict promotion ----
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("backend", ["xla", "blockwise"])
 def test_strict_promotion_of_dtypes_and_ranks(backend, dtype):
     """The tests run with both strict (conftest); every argument at once, and its gradients."""

@@ -113,17 +113,16 @@ MASKS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("cap", "name", "part"), CAPS)
-def test_wrong_caps(cap, name, part, dtype):
-    wanted = conformance.expected(cases.BY_NAME[name], dtype)
+def test_wrong_caps(cap, name, part):
+    """In bfloat16, where tolerances are widest."""
+    wanted = conformance.expected(cases.BY_NAME[name], "bfloat16")
     rejected(plain.results(wanted.inputs, wanted.work, cap=cap), wanted, part)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("mistake", "name", "part"), MISTAKES)
-def test_wrong_orders(mistake, name, part, dtype):
-    wanted = conformance.expected(cases.BY_NAME[name], dtype)
+def test_wrong_orders(mistake, name, part):
+    wanted = conformance.expected(cases.BY_NAME[name], "bfloat16")
     rejected(plain.results(wanted.inputs, wanted.work, mistake=mistake), wanted, part)
 
 
@@ -199,7 +198,7 @@ def patched(owner, name, replacement):
     return lambda monkeypatch: monkeypatch.setattr(owner, name, replacement)
 
 
-ALL = ("xla", "blockwise", conformance.TILED.name)
+ALL = ("xla", conformance.TILED.name)
 OURS = ALL[1:]
 PATCHES = [
     ("cap dropped", patched(softcap, "cap", no_cap), "capped", "out", ALL),
