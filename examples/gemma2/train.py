@@ -144,7 +144,8 @@ def finish(run: Run, settings: Settings, text: data.Text, state: State) -> None:
         f" entropy of the text is {unigram:.3f} ({unigram / math.log(2):.2f} bits)"
     )
     print(f"written to {run.folder}: loss.png, losses.csv, sample.txt, checkpoints")
-    print('more: python -m examples.gemma2.generate "The with statement"')
+    where = "" if str(run.folder) == "runs/gemma2" else f" --out {run.folder}"
+    print(f'more: {sys.executable} -m examples.gemma2.generate "The with statement"{where}')
 
 
 def prepare(flags: argparse.Namespace) -> tuple[Run, Settings, data.Text]:

@@ -1,7 +1,7 @@
 """What the NNX and the Linen TransformerLayer share: options in TE-JAX's names, and their checks."""
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 import jax
@@ -41,6 +41,14 @@ class BothAttentions(TypedDict, total=False):
     implementation: str | None
     deterministic_backward: bool | None
     context_parallel: Any
+
+
+def check_both(options: Mapping[str, Any]) -> None:
+    if unknown := sorted(set(options) - set(BothAttentions.__annotations__)):
+        raise TypeError(
+            f"TransformerLayer has no argument {', '.join(unknown)}; heads are num_attention_heads and"
+            " num_gqa_groups, windows window_size"
+        )
 
 
 class TransformerLayerType(enum.StrEnum):

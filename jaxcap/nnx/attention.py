@@ -23,7 +23,8 @@ class DotProductAttention(nnx.Module):
       local_window_size: (left, right) in positions, None unbounded.
       dropout_rate: share of the probabilities dropped, in [0, 1).
       broadcast_dropout: drop the same entries for all batch entries and heads, as Flax does.
-      deterministic: Flax's: True switches dropout off; set by `train()` and `eval()`.
+      deterministic: Flax's: True switches dropout off; set by `train()` and `eval()`. With a
+        dropout_rate either the constructor or the call must say True or False.
       layer_number: from 1; needed by apply_qk_layer_scaling.
       apply_qk_layer_scaling: divide logits and cap by layer_number inside the kernel.
       implementation: a backend's name; None selects.

@@ -100,6 +100,7 @@ class TransformerLayer(nnx.Module):
         rngs: nnx.Rngs,
         **both: Unpack[common.BothAttentions],
     ):
+        common.check_both(both)
         kind = common.layer_type(layer_type)
         common.mask_kind(self_attn_mask_type)
         common.check_norms(
