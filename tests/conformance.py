@@ -28,6 +28,8 @@ FLOOR_OF_SCORES = (
 )
 MUTANT_TOLERANCES = 10.0  # dropping the cap must move the result by more than these
 
+MOST_PROGRAMS = 200  # compiled at a time, see `plain.forget_programs`
+
 Results = dict[str, Any]
 
 
@@ -140,7 +142,7 @@ def arguments(inputs: cases.Inputs) -> dict[str, Any]:
     return inputs.operands | inputs.arrays | inputs.static | {"dropout_rng": rng}
 
 
-@functools.lru_cache(maxsize=512)
+@functools.cache
 def _program(backend: Any, names: tuple[str, ...], static: tuple[Any, ...], inference: bool) -> Any:
     """One jitted function for all inputs of the same static arguments; `backend` is its object."""
 
@@ -167,6 +169,9 @@ def attend(
     inputs: cases.Inputs, backend: str, residual: bool = True, inference: bool = False
 ) -> Results:
     """Out, lse and gradients of the public function on `backend`; of `inference` only the first two."""
+    if _program.cache_info().currsize >= MOST_PROGRAMS:
+        _program.cache_clear()
+        plain.forget_programs()
     static = inputs.static | {"return_residual": residual}
     dynamic = {k: v for k, v in arguments(inputs).items() if k not in static and v is not None}
     run = _program(
@@ -243,3 +248,4 @@ def registered(*backends: Any) -> Iterator[None]:
             selection.unregister(backend.name)
             if backend.name in before:
                 selection.register(before[backend.name])
+        plain.forget_programs()

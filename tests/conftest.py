@@ -69,3 +69,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         needed = mark.kwargs.get("n", mark.args[0] if mark.args else 2)
     if needed and (found := _gpu_count()) < needed:
         pytest.skip(f"needs {needed} GPU(s), found {found}; run with -m gpu on a machine with them")
+
+
+#: Linux allows a process 65530 memory mappings, and each program that XLA compiles takes dozens.
+MOST_MAPPINGS = 20_000
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Forgets compiled programs before a long run of tests has used up the process's mappings."""
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            count = sum(1 for _ in maps)
+    except OSError:  # not Linux
+        return
+    if count > MOST_MAPPINGS and "jax" in sys.modules:
+        import gc
+
+        import jax
+
+        jax.clear_caches()
+        gc.collect()

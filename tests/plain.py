@@ -6,6 +6,7 @@ dropout arrive as arrays from the oracle, and the cap is a parameter, so that a 
 """
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -91,6 +92,12 @@ def run(operands, extra: Extra, d_out, d_lse, cap: Cap = tanh_cap, mistake: str 
     function = functools.partial(attention, extra=extra, cap=cap, mistake=mistake)
     (out, lse), pullback = jax.vjp(function, *operands)
     return out, lse, pullback((d_out, d_lse))
+
+
+def forget_programs() -> None:
+    """Unmaps what was compiled: a process may have 65530 mappings, and each program takes dozens."""
+    jax.clear_caches()
+    gc.collect()
 
 
 @functools.cache
