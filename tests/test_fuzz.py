@@ -1,8 +1,11 @@
 """Random specs over all features at once, on every backend, against the oracle.
 
 A few hundred in CI, the same in every run; thousands with `make fuzz`. Shapes come from a few buckets, so
-that the plain implementation compiles seldom; the features are free.
+that the plain implementation compiles seldom; the features are free. `-m "gpu and fuzz"` does it with the
+kernels of `pallas`, where compiling a spec takes long and so each is run on many draws of its data.
 """
+
+import dataclasses
 
 import hypothesis
 import hypothesis.strategies as st
@@ -17,6 +20,21 @@ SHAPES = (
     (3, 24, 24, 2, 2, 16, 8),
     (2, 1, 37, 4, 2, 8, 8),
     (1, 41, 9, 6, 3, 8, 8),
+)
+#: The same on a GPU: tiles of 64 to 192 queries by 48 to 192 keys, head sizes tuned and not.
+GPU_SHAPES = (
+    (2, 200, 264, 4, 2, 64, 64),
+    (1, 131, 389, 3, 1, 64, 64),
+    (2, 256, 256, 4, 2, 128, 128),
+    (2, 257, 129, 4, 2, 128, 128),
+    (1, 130, 330, 4, 1, 128, 128),
+    (2, 192, 192, 2, 1, 256, 256),
+    (1, 143, 201, 2, 2, 256, 256),
+    (2, 136, 200, 2, 1, 192, 192),
+    (2, 100, 221, 2, 1, 96, 96),
+    (2, 150, 97, 2, 2, 40, 72),
+    (1, 77, 210, 2, 1, 8, 248),
+    (3, 1, 300, 4, 2, 128, 128),
 )
 #: Of the examples of the active profile: 200 in CI.
 SHARES = {"xla": 0.4, "blockwise": 0.2, conformance.TILED.name: 0.4}
@@ -43,11 +61,12 @@ def letters() -> st.SearchStrategy:
 
 
 @st.composite
-def any_case(draw) -> cases.Case:
-    batch, t, s, n, k, h, v = draw(st.sampled_from(SHAPES))
-    side = st.one_of(st.none(), st.integers(0, 45))
+def any_case(draw, shapes=SHAPES) -> cases.Case:
+    batch, t, s, n, k, h, v = draw(st.sampled_from(shapes))
+    side = st.one_of(st.none(), st.integers(0, s + 18))
     styles = st.sampled_from(["reversed", "shuffled", "offset"])
     query_positions, kv_positions = draw(maybe(styles, 3)), draw(maybe(styles, 3))
+    factor = draw(st.sampled_from([None, None, 0.8, 3.0, -1.5]))
     alignments = ["top_left"]
     if query_positions is None and kv_positions is None:
         alignments.append("bottom_right")
@@ -61,11 +80,11 @@ def any_case(draw) -> cases.Case:
         head_size=h,
         value_size=v,
         softcap=draw(st.sampled_from([50.0, 50.0, 30.0, 4.0, 70.0, 500.0, None, 0.0])),
-        scale=draw(st.sampled_from([None, None, 0.3, 1.0, -0.5])),
+        scale=None if factor is None else factor * h**-0.5,
         layer_scale=draw(st.sampled_from([1.0, 1.0, 3.0])),
         is_causal=draw(st.booleans()),
         causal_alignment=draw(st.sampled_from(alignments)),
-        window=draw(maybe(st.one_of(st.integers(0, 30), st.tuples(side, side)))),
+        window=draw(maybe(st.one_of(st.integers(0, s), st.tuples(side, side)))),
         query_lengths=draw(maybe(fractions(), 3)),
         kv_lengths=draw(maybe(fractions(), 3)),
         segments=draw(maybe(st.sampled_from(["packed", "shuffled", "strangers"]))),
@@ -104,3 +123,56 @@ def fuzz(backend: str, dtypes: list[str]):
 test_xla = fuzz("xla", ["float32", "bfloat16"])
 test_blockwise = fuzz("blockwise", ["float32", "bfloat16", "float16"])
 test_blockwise_tiled = fuzz(conformance.TILED.name, ["float32", "bfloat16"])
+
+
+SPECS = max(1, int(0.6 * hypothesis.settings.default.max_examples))
+DATA_DRAWS = 20
+
+
+@st.composite
+def other_data(draw, case: cases.Case) -> cases.Case:
+    """The same static spec with other lengths, segments, positions, masks and magnitudes."""
+    segments = st.sampled_from(["packed", "shuffled", "strangers"])
+    positions = st.sampled_from(["reversed", "shuffled", "offset"])
+    strategies = {
+        "query_lengths": fractions(),
+        "kv_lengths": fractions(),
+        "segments": segments,
+        "query_positions": positions,
+        "kv_positions": positions,
+    }
+    changes = {
+        name: draw(strategy)
+        for name, strategy in strategies.items()
+        if getattr(case, name) is not None
+    }
+    return dataclasses.replace(
+        case,
+        bias_hides=draw(st.sampled_from([0.0, 0.3])),
+        mask_keeps=draw(st.sampled_from([0.1, 0.5, 0.9])),
+        amplitude=draw(st.sampled_from([None, None, 1.0])),
+        **changes,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.fuzz
+@pytest.mark.parametrize("number", range(SPECS))
+def test_pallas(number):
+    """One static spec a number, so that processes share the work; the same specs in every run."""
+
+    @hypothesis.seed(number)
+    @hypothesis.settings(max_examples=1, phases=[hypothesis.Phase.generate])
+    @hypothesis.given(
+        data=st.data(),
+        case=any_case(GPU_SHAPES),
+        dtype=st.sampled_from(["bfloat16", "bfloat16", "float16"]),
+        seed=st.integers(0, 2**16),
+    )
+    def check(data, case, dtype, seed):
+        hypothesis.assume(seed)  # the simplest example comes first, in every number
+        for draw in range(DATA_DRAWS):
+            now = data.draw(other_data(case))
+            conformance.check("pallas", now, dtype, seed + draw, must_move=False)
+
+    check()

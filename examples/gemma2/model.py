@@ -73,8 +73,10 @@ def linear(inputs: int, outputs: int, config: Config, rngs: nnx.Rngs) -> nnx.Lin
 
 
 class Attention(nnx.Module):
-    def __init__(self, config: Config, *, sliding: bool, rngs: nnx.Rngs):
-        self.config = config
+    def __init__(
+        self, config: Config, *, sliding: bool, rngs: nnx.Rngs, context_parallel: Any = None
+    ):
+        self.config, self.context_parallel = config, context_parallel
         self.window = (config.window - 1, 0) if sliding else None
         queries, keys = config.heads * config.head_size, config.kv_heads * config.head_size
         self.query = linear(config.width, queries, config, rngs)
@@ -83,8 +85,11 @@ class Attention(nnx.Module):
         self.out = linear(queries, config.width, config, rngs)
 
     def __call__(self, x: Array, batch: int, start: Array | int, cache: Cache | None):
-        c, length = self.config, x.shape[0] // batch
-        positions = start + jnp.arange(length, dtype=jnp.int32)
+        c, parallel, length = self.config, self.context_parallel, x.shape[0] // batch
+        places = jnp.arange(length, dtype=jnp.int32)
+        if parallel is not None:
+            places = jnp.asarray(parallel.positions(length))
+        positions = start + places
         query = self.query(x).reshape(batch, length, c.heads, c.head_size)
         key = self.key(x).reshape(batch, length, c.kv_heads, c.head_size)
         value = self.value(x).reshape(batch, length, c.kv_heads, c.head_size)
@@ -95,8 +100,8 @@ class Attention(nnx.Module):
             value = jax.lax.dynamic_update_slice_in_dim(cache.value, value, start, axis=1)
             cache = Cache(key, value)
             # Causality hides the places that are not yet written: they lie after every query.
-            places = jnp.arange(key.shape[1], dtype=jnp.int32)
-            where = {"query_positions": positions, "key_value_positions": places}
+            keys = jnp.arange(key.shape[1], dtype=jnp.int32)
+            where = {"query_positions": positions, "key_value_positions": keys}
         attended = jaxcap.dot_product_attention(
             query,
             key,
@@ -106,6 +111,7 @@ class Attention(nnx.Module):
             is_causal=True,
             local_window_size=self.window,
             implementation=c.backend,
+            context_parallel=parallel,
             **where,
         )
         return self.out(attended.reshape(x.shape[0], -1)), cache
@@ -126,8 +132,12 @@ class MLP(nnx.Module):
 class Layer(nnx.Module):
     """Attention, then MLP, each between two norms and around a residual."""
 
-    def __init__(self, config: Config, *, sliding: bool, rngs: nnx.Rngs):
-        self.attention = Attention(config, sliding=sliding, rngs=rngs)
+    def __init__(
+        self, config: Config, *, sliding: bool, rngs: nnx.Rngs, context_parallel: Any = None
+    ):
+        self.attention = Attention(
+            config, sliding=sliding, rngs=rngs, context_parallel=context_parallel
+        )
         self.mlp = MLP(config, rngs=rngs)
         self.pre_attention_norm, self.post_attention_norm = RMSNorm(config), RMSNorm(config)
         self.pre_mlp_norm, self.post_mlp_norm = RMSNorm(config), RMSNorm(config)
@@ -142,9 +152,10 @@ class Layer(nnx.Module):
 class Pair(nnx.Module):
     """A sliding-window layer and a global one."""
 
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        self.sliding = Layer(config, sliding=True, rngs=rngs)
-        self.full = Layer(config, sliding=False, rngs=rngs)
+    def __init__(self, config: Config, *, rngs: nnx.Rngs, context_parallel: Any = None):
+        shared = {"rngs": rngs, "context_parallel": context_parallel}
+        self.sliding = Layer(config, sliding=True, **shared)
+        self.full = Layer(config, sliding=False, **shared)
 
     def __call__(self, x: Array, batch: int, start: Array | int, cache: PairCache | None):
         sliding, full = cache if cache is not None else (None, None)
@@ -157,16 +168,17 @@ class Gemma2(nnx.Module):
     """Tokens [B, T] to logits [B, T, vocabulary], float32.
 
     The parameters of all pairs are stacked along a first axis, with `scan_layers` and without, so
-    that a checkpoint of one loads into the other.
+    that a checkpoint of one loads into the other. With a `jaxcap.ContextParallel` the tokens come in
+    its layout, and no cache.
     """
 
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, rngs: nnx.Rngs, context_parallel: Any = None):
         self.config = config
         shape = (config.vocab_size, config.width)
         embedding = jax.random.normal(rngs.params(), shape, jnp.dtype(config.param_dtype))
         self.embedding = nnx.Param(embedding * config.width**-0.5)
         self.final_norm = RMSNorm(config)
-        make = nnx.vmap(lambda rngs: Pair(config, rngs=rngs))
+        make = nnx.vmap(lambda rngs: Pair(config, rngs=rngs, context_parallel=context_parallel))
         self.pairs = make(rngs.split(config.layers // 2))
 
     def __call__(

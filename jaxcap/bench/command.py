@@ -26,8 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--passes", default=",".join(PASSES), help=",".join(PASSES))
     add("--rounds", type=int, default=5)
     add("--burst", type=float, default=0.15, metavar="S", help="seconds of one burst; 0.15")
-    add("--json", type=pathlib.Path, metavar="FILE", help="write rows there")
-    add("--picture", type=pathlib.Path, metavar="FILE", help="draw a bar chart there")
+    path = pathlib.Path
+    add("--lock", type=path, metavar="FILE", help="by turns with other processes that name it")
+    add("--json", type=path, metavar="FILE", help="write rows there")
+    add("--merge", nargs="+", type=path, metavar="FILE", help="measure nothing, put these together")
+    add("--picture", type=path, metavar="FILE", help="draw a bar chart there")
 
 
 def _cases(args: argparse.Namespace) -> list[Case]:
@@ -74,10 +77,11 @@ def _implementations(args: argparse.Namespace) -> list[Implementation]:
 def run(args: argparse.Namespace) -> int:
     try:
         cases, implementations = _cases(args), _implementations(args)
+        merged = [row for path in args.merge or () for row in report.read(path)]
         passes = args.passes.split(",")
         if unknown := [name for name in passes if name not in PASSES]:
             raise ValueError(f"--passes: no {', '.join(unknown)}; there are {', '.join(PASSES)}")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"jaxcap bench: {error}", file=sys.stderr)
         return 2
 
@@ -86,8 +90,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
     command = shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])
-    rows: list[Row] = []
-    for case in cases:
+    rows: list[Row] = merged
+    for case in () if merged else cases:
         for name in passes:
             rows += measure(
                 case,
@@ -96,10 +100,13 @@ def run(args: argparse.Namespace) -> int:
                 rounds=args.rounds,
                 burst_s=args.burst,
                 progress=progress,
+                lock=args.lock,
             )
             if args.json is not None:  # as it goes: a run that is cut short keeps what it has
                 report.write(rows, command, args.json)
     progress("")
+    if merged and args.json is not None:
+        report.write(rows, command, args.json)
     for name in passes:
         print(report.table(rows, name), end="\n\n")
     if refused := report.refusals(rows):

@@ -77,32 +77,9 @@ def _flash(module: str, unbounded: int | None, case: Case, capped: bool) -> Call
 
 
 def _flex(case: Case, capped: bool) -> Callable:
-    import torch  # pyright: ignore[reportMissingImports]
-    from torch.nn.attention import flex_attention as flex  # pyright: ignore[reportMissingImports]
+    from jaxcap.bench import flex
 
-    def keep(b, h, i, j):
-        inside = i >= j
-        return inside if case.window_left is None else inside & (i - j <= case.window_left)
-
-    def cap(score, b, h, i, j):
-        return case.softcap * torch.tanh(score / case.softcap)
-
-    block = None
-    if case.causal:
-        shape = (None, None, case.query_length, case.key_length)
-        block = flex.create_block_mask(keep, *shape, device="cuda")
-    compiled = torch.compile(flex.flex_attention, dynamic=False)
-
-    def run(q, k, v):
-        out = compiled(
-            *(x.transpose(1, 2) for x in (q, k, v)),
-            score_mod=cap if capped else None,
-            block_mask=block,
-            enable_gqa=case.query_heads != case.kv_heads,
-        )
-        return out.transpose(1, 2)
-
-    return run
+    return flex.make(case, capped)
 
 
 _FLASH = {

@@ -1,11 +1,14 @@
 """Timing several implementations of a case by turns, in one process.
 
 A card at its power limit slows down under load, so figures taken one after the other do not compare:
-each round times every implementation once, in bursts, and the median over rounds counts. The first
-burst after the pause of compilation is kept too (`first_ms`), since the clock is higher there.
+each round times every implementation once, in bursts, and the median over rounds counts. Who follows a
+slow one runs on a cooler card, so each round begins with another. The first burst after the pause of
+compilation is kept too (`first_ms`), since the clock is higher there.
 """
 
+import contextlib
 import dataclasses
+import pathlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -103,6 +106,19 @@ def _torch_runner(implementation: Implementation, case: Case, with_backward: boo
     return run
 
 
+@contextlib.contextmanager
+def turn(lock: pathlib.Path | None) -> Iterator[None]:
+    """Alone on the card among the processes that use the same lock file; None: no lock."""
+    if lock is None:
+        yield
+        return
+    import fcntl  # not on Windows
+
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+        yield
+
+
 def measure(
     case: Case,
     implementations: Iterable[Implementation],
@@ -111,6 +127,7 @@ def measure(
     rounds: int = 5,
     burst_s: float = 0.15,
     progress: Callable[[str], None] = lambda text: None,
+    lock: pathlib.Path | None = None,
 ) -> Iterator[Row]:
     """A row for each implementation of one case and pass; what cannot run says why."""
     with_backward = passes == PASSES[1]
@@ -127,11 +144,14 @@ def measure(
         except Exception as error:  # whatever a peer raises is its row's text, not our end
             failed[implementation.name] = _short(error)
     times: dict[str, list[float]] = {name: [] for name in runners}
-    counts = {name: max(3, min(200, int(burst_s / run(1)))) for name, run in runners.items()}
-    for number in range(rounds):
-        for name, run in runners.items():
-            progress(f"{case.name} {passes}: round {number + 1} of {rounds}, {name}")
-            times[name].append(run(counts[name]))
+    with turn(lock):
+        counts = {name: max(3, min(200, int(burst_s / run(1)))) for name, run in runners.items()}
+        for number in range(rounds):
+            first = number % max(1, len(runners))
+            order = [*runners][first:] + [*runners][:first]
+            for name in order:
+                progress(f"{case.name} {passes}: round {number + 1} of {rounds}, {name}")
+                times[name].append(runners[name](counts[name]))
     for name, taken in times.items():
         seconds = statistics.median(taken)
         tflops = case.flops(with_backward) / seconds / 1e12

@@ -11,7 +11,7 @@ from typing import Any
 from jaxcap.bench.measure import PASSES, Row
 
 _PACKAGES = ("jaxcap", "jax", "jaxlib", "torch", "triton", "tokamax")
-_FLASH = ("flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4")
+_FLASH = ("flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4", "nvidia-cutlass-dsl")
 
 
 def versions() -> dict[str, str]:
@@ -61,6 +61,11 @@ def document(rows: Sequence[Row], command: str) -> dict[str, Any]:
 def write(rows: Sequence[Row], command: str, path: pathlib.Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document(rows, command), indent=1) + "\n")
+
+
+def read(path: pathlib.Path) -> list[Row]:
+    """The rows of a file that `write` made."""
+    return [Row(**row) for row in json.loads(path.read_text())["rows"]]
 
 
 def picture(rows: Sequence[Row], path: pathlib.Path, title: str) -> None:

@@ -1,5 +1,6 @@
 """Backend `pallas`: what it cannot do, and the way to its kernels. Mosaic is imported on first use."""
 
+from jaxcap.softcap import LARGE_CAP, TANH_APPROX_ERROR
 from jaxcap.spec import Array, AttentionSpec, Gradients, Operands
 
 MAX_HEAD_SIZE = 256
@@ -9,6 +10,10 @@ DTYPES = ("bfloat16", "float16")
 class Pallas:
     name = "pallas"
     cuda_only = True  # a call that is traced here and compiled for a CPU needs another backend
+
+    def tanh_error(self, softcap: float) -> float:
+        """Relative error of tanh."""
+        return TANH_APPROX_ERROR if softcap <= LARGE_CAP else 0.0
 
     def reasons(self, spec: AttentionSpec) -> list[str]:
         found = []
@@ -26,8 +31,6 @@ class Pallas:
             found.append("an axis of length 0")
         if spec.bias_dtype not in (None, "float32", "bfloat16", "float16"):
             found.append(f"a bias in float32, bfloat16 or float16, got {spec.bias_dtype}")
-        if spec.context_parallel is not None:
-            found.append("context parallelism is above the kernels")
         if spec.gradients and not found:
             from jaxcap.pallas import backward
 

@@ -9,6 +9,10 @@ import dataclasses
 
 from jaxcap.spec import AttentionSpec
 
+#: Largest sum of a thread's entries of a row beside an old maximum, as a power of two (`softmax`). float16
+#: ends at 2**16; in float32 products with values and their sums have 2**97 left.
+HEADROOM = {"bfloat16": 30, "float16": 14}
+
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
@@ -22,6 +26,7 @@ class ForwardConfig:
     exp_fma: tuple[int, int] | None = None  # a of every b exp2 on the multiply-add pipe
     exp_degree: int = 3
     persistent: bool = False  # one CTA a multiprocessor takes many tiles; needs room for two of Q
+    cluster: int = 1  # query heads of a group, a CTA each, that load their K and V together
     registers: tuple[int, int] | None = None  # a thread, consumers and producer
 
     @property
@@ -47,12 +52,19 @@ CAUSAL_128 = dataclasses.replace(SIZE_128, exp_fma=(1, 3), persistent=True)
 # 128, causal 16 x 1k, where 192 queries leave a third of the last tile empty: this 450 / 461; e13 449 / 442;
 # w3 64 e13 p 442 / 428; without p 389 / 390.
 CAUSAL_128_1K = ForwardConfig(2, 64, 4, 4, persistent=True)
-# 128 without a cap, full 8k: this 666 / 626; without p 651 / 596; w2 128 t 663 / 599. Causal 8k: 649 / 604.
+# 128 without a cap, full 8k: this 792 / 730, causal 791 / 701 (FlashAttention 3: 742 / 661, 724 / 629);
+# without p 783 / 681; w2 128 t 774 / 687, causal with p 786 / 692; w2 112 t 751 / 678; w2 96 t 665 / 597.
+# Window of 4096 without p: 758 / 661. With the maximum of every tile: 662 / 604, window 602 / 539.
 UNCAPPED_128 = dataclasses.replace(SIZE_128, persistent=True)
+# The same, causal 16 x 1k: this 550 / 479 (FlashAttention 3 497 / 448); w2 64 p 530 / 457; w3 64 p 503 / 456.
+UNCAPPED_128_1K = ForwardConfig(2, 128, 2, 2, turns=True, persistent=True)
 # 96, causal 8k: this 527 / 488; without p 516 / 483; w3 80 e12 p 526 / 491.
 SIZE_96 = ForwardConfig(3, 64, 4, 4, exp_fma=(1, 2), persistent=True)
 # 64, causal 8k: this 417 / 414; w4 64 e12 p 408 / 388; w3 64 e12 408 / 404; w3 96 e23 t 400 / 393.
 SIZE_64 = ForwardConfig(4, 48, 4, 4, exp_fma=(1, 2), persistent=True)
+# 64 without a cap, causal 8k: this 553 / 509 (FlashAttention 3: 541 / 487); w3 80 538 / 504; w3 64 518 / 487,
+# with p 529 / 495, with e14 448 / 421; w2 128 t 472 / 455. With the maximum of every tile: w3 64 432 / 426.
+UNCAPPED_64 = ForwardConfig(4, 48, 4, 4, persistent=True)
 # Lengths, segments and positions at 64: scalars that SIZE_64 has no registers for.
 MASKED_64 = ForwardConfig(3, 64, 4, 4, exp_fma=(1, 2))
 # Bias, boolean masks, ALiBi, dropout: 240 registers a thread.
@@ -75,13 +87,16 @@ def forward_config(spec: AttentionSpec) -> ForwardConfig:
         return SHORT
     if heavy or spec.query_length <= 128:
         return HEAVY
+    capped = spec.softcap is not None
     if size <= 64:
-        return MASKED_64 if masked or spec.softcap is None else SIZE_64
+        return MASKED_64 if masked else SIZE_64 if capped else UNCAPPED_64
     if size <= 96:
         return SIZE_96
-    if spec.softcap is None:
-        return UNCAPPED_128
     low, high = spec.band
-    if low is not None or high is None or masked:
+    if low is not None or masked:
         return SIZE_128
-    return CAUSAL_128_1K if 768 < spec.query_length <= 1536 else CAUSAL_128
+    if high is None:
+        return SIZE_128 if capped else UNCAPPED_128
+    if 768 < spec.query_length <= 1536:
+        return CAUSAL_128_1K if capped else UNCAPPED_128_1K
+    return CAUSAL_128 if capped else UNCAPPED_128

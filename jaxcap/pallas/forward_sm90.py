@@ -13,11 +13,12 @@ front of the arithmetic.
 
 Barriers. mbarriers: q_full, one completion; k_full[s], v_full[s], one a use of slot s; a TMA copy a
 chunk arrives on them, every consumer waits for every completion. Named barriers (0..W+1
-belong to Mosaic GPU), 128 * (W + 1) threads each, but TURN with 256:
+belong to Mosaic GPU), 128 * (W + 1) threads each, but turns with 256:
   FREE + s          K slot s is read:  the consumers arrive once a use, the producer syncs before
   FREE + stages + s V slot s is read:  every use but a slot's first
-  TURN + w          (turns) warpgroup w syncs before it issues its products, the one before it arrives
-                    after it issued its own; the last arrives on TURN once at the start, 0 syncs at the end
+                    (clusters: mbarriers instead, a warpgroup arrives on those of both CTAs)
+  W + 2 + w         (turns) warpgroup w syncs before it issues its products, the one before it arrives
+                    after it issued its own; the last arrives on W + 2 once at the start, 0 syncs at the end
   Q_FREE + s        (persistent) Q slot s is read: the consumers arrive in the tile after, the
                     producer syncs before every use but a slot's first
 """
@@ -41,15 +42,15 @@ from jaxcap.mask import keep_tile
 from jaxcap.pallas import instructions as ins
 from jaxcap.pallas import schedule
 from jaxcap.pallas import scores as sc
-from jaxcap.pallas.config import ForwardConfig
+from jaxcap.pallas.config import HEADROOM, ForwardConfig
 from jaxcap.pallas.instructions import ACC, ROW, const
 from jaxcap.pallas.scores import Extras, Places, Scores, Tile
+from jaxcap.pallas.softmax import rescaled, softmax
 from jaxcap.softcap import LOG2E, bounded_shift
 from jaxcap.spec import Array, AttentionSpec, Operands
 
 I32 = jnp.int32
-TURN, FREE = 5, 8
-Q_FREE = 6  # in place of TURN + 1
+Q_FREE, FREE = 6, 8
 MOST_TILES = 2**17  # whose order is worked out when the call is traced, at a microsecond each
 LN2 = math.log(2.0)
 
@@ -59,125 +60,7 @@ def chunk_width(size: int) -> int:
     return 64 if -(-size // 32) % 2 == 0 else 32
 
 
-# ---- softmax of one tile ------------------------------------------------------------------------
-def softmax(
-    s: Any,
-    state: tuple,
-    tile: Tile,
-    extras: Extras,
-    call: Scores,
-    config: ForwardConfig,
-    shift: int | None,
-    masked: bool,
-):
-    """(P float32, state): state is (l,) in the bounded form, (l, m, alpha) in the online form.
-
-    l is a thread's own partial sum of its two rows, so that no shuffle is needed before the end.
-    """
-    shape = s.shape
-    columns = shape[1]
-
-    def body(ctx, s, state, scalars, arrays):
-        del ctx
-        x = ins.scalars(s)
-        at = Tile(*(v.registers[()] for v in scalars))
-        arrays = Extras(*arrays)
-        places = Places(at.q_first, at.k_first, columns)
-        order = places.registers()
-        keep = call.keep(places, at, arrays) if masked else (lambda *a: None)
-        drop = call.survives(places, at, arrays)
-        state = [ins.scalars(v) for v in state]
-        l = state[0]
-        partial: dict = {}
-
-        def count(p, half, e):
-            known = partial.get((half, e))
-            partial[half, e] = p if known is None else arith.addf(known, p)
-
-        p = []
-        if shift is not None:
-            # 1. P = 2**(cap * log2(e) * tanh - shift), no maximum.
-            for n, (i, half, e) in enumerate(order):
-                t, factor = call.capped(x[n])
-                if sc.uses_fma(n, config.exp_fma):
-                    value = sc.exp2_fma(t, factor, shift, config.exp_degree)
-                elif shift:
-                    value = sc.exp2(sc.fma(t, const(factor), const(float(-shift))))
-                else:
-                    value = sc.exp2(arith.mulf(t, const(factor)))
-                value = sc.select(keep(i, half, e), value, const(0.0))
-                count(value, half, e)
-                p.append(value)
-            new = [[arith.addf(l[h], arith.addf(partial[h, 0], partial[h, 1])) for h in (0, 1)]]
-        else:
-            # 1. Exponents, -inf where masked; without a cap and a bias the factor joins the
-            #    subtraction of the maximum.
-            added = call.added(places, at, arrays)
-            factor = call.inner if call.softcap is None and not call.additive else 1.0
-            late = factor != 1.0 and factor > 0
-            y = []
-            for n, (i, half, e) in enumerate(order):
-                if late:
-                    value = x[n]
-                else:
-                    t, outer = call.capped(x[n])
-                    value = arith.mulf(t, const(outer)) if outer != 1.0 else t
-                    value = added(value, i, half, e)
-                y.append(sc.select(keep(i, half, e), value, const(sc.NEGATIVE)))
-            # 2. The maximum of each row; where all is -inf, zero stands in for it.
-            m_old = state[1]
-            m, base, alpha = [], [], []
-            for half in (0, 1):
-                row = [v for v, (_, h, _) in zip(y, order, strict=True) if h == half]
-                top = functools.reduce(sc.maximum, row[1::2], row[0])
-                top = sc.maximum(top, functools.reduce(sc.maximum, row[2::2], row[1]))
-                top = sc.quad_max(top)
-                if late:
-                    top = arith.mulf(top, const(factor))
-                new_m = sc.maximum(m_old[half], top)
-                none = arith.cmpf(arith.CmpFPredicate.OEQ, new_m, const(sc.NEGATIVE))
-                m.append(new_m)
-                base.append(arith.select(none, const(0.0), new_m))
-                alpha.append(sc.exp2(arith.subf(m_old[half], base[half])))
-            # 3. P = 2**(y - m).
-            negative = [arith.subf(const(0.0), b) for b in base]
-            for n, (_, half, e) in enumerate(order):
-                if late:
-                    value = sc.exp2(sc.fma(y[n], const(factor), negative[half]))
-                else:
-                    value = sc.exp2(arith.addf(y[n], negative[half]))
-                count(value, half, e)
-                p.append(value)
-            sums = [arith.addf(partial[h, 0], partial[h, 1]) for h in (0, 1)]
-            new = [[sc.fma(l[h], alpha[h], sums[h]) for h in (0, 1)], m, alpha]
-        if drop is not None:
-            p = [arith.select(drop[at_], v, const(0.0)) for v, at_ in zip(p, order, strict=True)]
-        rows = tuple(ins.fragment(v, (64,), ROW) for v in new)
-        return (ins.fragment(p, shape, ACC), *rows)
-
-    numbers = tuple(jnp.asarray(x, jnp.int32) for x in tile)
-    given = jax.tree.map(lambda _: plgpu.RefType(), extras)
-    rows = tuple(ins.struct((64,), jnp.float32, ROW) for _ in state)
-    done = plgpu.inline_mgpu(
-        arg_types=(ACC, (ROW,) * len(state), (ins.SPLAT,) * len(numbers), tuple(given)),
-        return_type=(ins.struct(shape, jnp.float32, ACC), *rows),
-    )(body)(s, state, numbers, tuple(extras))
-    return done[0], tuple(done[1:])
-
-
-def rescaled(acc: Any, alpha: Any) -> Any:
-    """O * alpha, row by row."""
-
-    def body(ctx, acc, alpha):
-        del ctx
-        a = ins.scalars(alpha)
-        out = [arith.mulf(v, a[n // 2 % 2]) for n, v in enumerate(ins.scalars(acc))]
-        return ins.fragment(out, acc.shape, ACC)
-
-    shape = ins.struct(acc.shape, jnp.float32, ACC)
-    return ins.inline(body, [(acc, ACC), (alpha, ROW)], shape)
-
-
+# ---- end of a tile of queries --------------------------------------------------------------------
 def finished(acc, state, lse, sinks, tile: Tile, call: Scores, shift: int | None, dtype: Any):
     """O / l in 16 bits; writes the log-sum-exp of the rows that are there. Empty rows: 0 and -inf."""
     rate = call.dropout_rate
@@ -297,12 +180,14 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
     W, keys, stages = config.warpgroups, config.keys, (config.k_stages, config.v_stages)
     rows, threads = 64 * W, 128 * (W + 1)
     assert keys % 16 == 0 and FREE + sum(stages) <= 16
-    assert not (config.turns and config.persistent)  # they share names of barriers
+    turn = W + 2  # where the names of Mosaic GPU's own barriers end
+    assert W == 2 or not (config.turns and config.persistent)  # three warpgroups' turns take Q_FREE
 
     grid = tiles.Grid.of(spec, rows, keys)
     call = Scores.of(spec, grid)
     # In a single tile the maximum costs nothing, and the largest probability is exactly one.
     shift = bounded_shift(spec, spec.dtype) if keys < S else None
+    headroom = 2.0 ** HEADROOM[spec.dtype]
     side = side_arrays(spec, operands, grid)
     tabled = "order" in side
     banded = grid.low is not None or grid.high is not None
@@ -322,15 +207,18 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
     wq, wv = chunk_width(H), chunk_width(V)
     cq, cv = -(-H // wq), -(-V // wv)
     share = (cq, wq) == (cv, wv)  # O is staged where Q was
-    heads = next(g for g in range(min(8, B * N), 0, -1) if B * N % g == 0)
+    # CTAs of a cluster: heads of one group at the same queries, so that all need the same K and V.
+    pair = config.cluster if N // K % config.cluster == 0 and not tabled else 1
+    lists = B * N // pair
+    heads = next(g for g in range(min(8 // pair, lists), 0, -1) if lists % g == 0)
     place_of = functools.partial(
         schedule.coordinates,
         q_tiles=grid.q_tiles,
         heads=heads,
         heavy_first=grid.high is not None and grid.low is None,
     )
-    total = B * N * grid.q_tiles
-    workers = multiprocessors()
+    total = lists * grid.q_tiles
+    workers = multiprocessors() // pair
     persistent = config.persistent and share and not dynamic and not tabled
     persistent = persistent and workers < total <= MOST_TILES
     if persistent:
@@ -345,11 +233,11 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
         given = {name: refs.pop(0) for name in names}
         out, lse, qs, ks, vs, *rest = refs
         os = qs if share else rest.pop(0)
-        q_full, k_full, v_full = rest
+        q_full, k_full, v_full, *free = rest
         wg, cta = lax.axis_index("wg"), lax.axis_index("x")
+        rank = lax.axis_index("pair") if pair > 1 else I32(0)
         none = wg * 0  # a zero that is no constant: slices may reach past the end of an array
-        k_slot = lambda n: lax.rem(n, I32(stages[0]))
-        v_slot = lambda n: lax.rem(n, I32(stages[1]))
+        k_slot, v_slot = (functools.partial(slot_of, slots=n) for n in stages)
         extras = Extras(
             *(given.get(name) for name in Extras._fields[:-1]),
             dropout=tuple(given["dropout_" + x] for x in ("rng", "batch", "head", "query", "key"))
@@ -372,6 +260,7 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                 div = lambda x, y: lax.div(x, I32(y))
                 rem = lambda x, y: lax.rem(x, I32(y))
                 bh, self.i = place_of(index, div=div, rem=rem)
+                bh = bh * pair + rank
                 self.b, self.h = div(bh, N), rem(bh, N)
                 self.q_first = self.i * rows
                 self.q_stop = given["query_lengths"][self.b] if "query_lengths" in given else T
@@ -406,14 +295,20 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
         @pl.when(wg < W)
         def consumer():
             plgpu.set_max_registers(config.register_split[0], action="increase")
-            free_k = lambda n: ins.named_barrier("arrive", FREE + k_slot(n), threads)
-            free_v = lambda n: ins.named_barrier("arrive", FREE + stages[0] + v_slot(n), threads)
+            if pair > 1:
+                free_k = lambda n: plgpu.barrier_arrive(free[0].at[k_slot(n)])
+                free_v = lambda n: plgpu.barrier_arrive(free[1].at[v_slot(n)])
+            else:
+                free_k = lambda n: ins.named_barrier("arrive", FREE + k_slot(n), threads)
+                free_v = lambda n: ins.named_barrier(
+                    "arrive", FREE + stages[0] + v_slot(n), threads
+                )
             my_turn = your_turn = lambda: None
             if config.turns:
                 after = lax.rem(wg + 1, I32(W))
-                my_turn = lambda: ins.named_barrier("sync", TURN + wg, 256)
-                your_turn = lambda: ins.named_barrier("arrive", TURN + after, 256)
-                pl.when(wg == W - 1)(lambda: ins.named_barrier("arrive", TURN, 256))
+                my_turn = lambda: ins.named_barrier("sync", turn + wg, 256)
+                your_turn = lambda: ins.named_barrier("arrive", turn + after, 256)
+                pl.when(wg == W - 1)(lambda: ins.named_barrier("arrive", turn, 256))
             # Units of 16 bytes: of a slot, and where the buffers begin.
             q_size, k_size, v_size = (
                 c * r * w // 8 for c, r, w in ((cq, rows, wq), (cq, keys, wq), (cv, keys, wv))
@@ -450,10 +345,10 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                     plgpu.barrier_wait(v_full.at[v_slot(used + j)])
                     free_v(used + j)
 
-                def score(j, s, state, masked):
+                def score(j, s, state, masked, limit: float | None = headroom):
                     first = work.q_first + wg * 64
                     at = Tile(first, work.k_first(j), work.b, work.h, work.k_stop, work.q_stop)
-                    return softmax(s, state, at, extras, call, config, shift, masked)
+                    return softmax(s, state, at, extras, call, config, shift, masked, limit)
 
                 # Where a slot begins is worked out a step ahead and carried: it is needed at once.
                 k_unit = lambda j: k_base + k_slot(used + j) * k_size
@@ -481,7 +376,7 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                 state = (filled((64,), ROW),)
                 if shift is None:
                     state += (filled((64,), ROW, -jnp.inf), filled((64,), ROW))
-                p, state = score(begin, s, state, masks)
+                p, state = score(begin, s, state, masks, None)
 
                 # 2. S(j) beside O += P(j-1) V(j-1), then P(j) beside the latter.
                 def drain(j, p, o, state):
@@ -541,7 +436,7 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
 
             for_each_tile(tile, I32(0))
             if config.turns:
-                pl.when(wg == 0)(lambda: ins.named_barrier("sync", TURN, 256))
+                pl.when(wg == 0)(lambda: ins.named_barrier("sync", turn, 256))
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == W)
@@ -566,17 +461,30 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                         (k, ks, k_full, k_slot(m), stages[0], FREE, cq, wq),
                         (v, vs, v_full, v_slot(m), stages[1], FREE + stages[0], cv, wv),
                     ):
-                        wait = functools.partial(ins.named_barrier, "sync", base + slot, threads)
+                        if pair > 1:
+                            wait = functools.partial(plgpu.barrier_wait, free[x is v].at[slot])
+                        else:
+                            wait = functools.partial(
+                                ins.named_barrier, "sync", base + slot, threads
+                            )
                         pl.when(m >= most)(wait)
                         for c in range(chunks):
                             at = x.at[
                                 work.b, pl.ds(first, keys), hk, pl.ds(none + c * width, width)
                             ]
-                            plgpu.copy_gmem_to_smem(at, smem.at[slot, c], full.at[slot])
+                            plgpu.copy_gmem_to_smem(
+                                at,
+                                smem.at[slot, c],
+                                full.at[slot],
+                                collective_axes="pair" if pair > 1 else None,
+                            )
 
                 return used + work.steps.count
 
             for_each_tile(tile, I32(0))
+
+        if pair > 1:  # the others may still write to this CTA's shared memory and barriers
+            ins.cluster_barrier()
 
     def dead_key(row, first_key, first, stop, batch, *live):
         """Whether nobody attends the key in a row of a tile of V."""
@@ -587,6 +495,9 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
             value = sc.load(live[0], sc.row_of(live[0], batch.registers[()]), sc.clipped(key, S))
             dead = arith.ori(dead, sc.compare(value, "eq", arith.constant(value.type, 0)))
         return dead
+
+    def shared_by_pair(slots):
+        return plgpu.ClusterBarrier(collective_axes=("pair",), num_arrivals=W, num_barriers=slots)
 
     def buffer(*shape):
         return plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(2 * shape[-1]),))
@@ -599,6 +510,8 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
         ],
         grid=(workers if persistent else total,),
         grid_names=("x",),
+        cluster=(pair,) if pair > 1 else (),
+        cluster_names=("pair",) if pair > 1 else (),
         num_threads=W + 1,
         thread_name="wg",
         scratch_types=[
@@ -609,12 +522,18 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
             plgpu.Barrier(num_arrivals=cq, num_barriers=q_slots),
             plgpu.Barrier(num_arrivals=cq, num_barriers=stages[0]),
             plgpu.Barrier(num_arrivals=cv, num_barriers=stages[1]),
+            *(shared_by_pair(n) for n in stages if pair > 1),
         ],
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
     )
     return tuple(call_kernel(operands.query, operands.key, operands.value, *side.values()))
+
+
+def slot_of(n: Any, slots: int) -> Any:
+    """n % slots of n >= 0, in as few instructions as can be."""
+    return n & (slots - 1) if slots & (slots - 1) == 0 else lax.rem(n, I32(slots))
 
 
 def multiprocessors() -> int:

@@ -5,9 +5,9 @@ r + 8, the columns c, c + 1, c + 8, c + 9, ... (`Places`). Everything here runs 
 of `instructions.inline`, on MLIR scalars; what a call does not use is not emitted.
 
 Exponents are in base 2: score * log2(e). Approximations, with their errors over all of float32:
-tanh.approx.f32, relative 2**-11; ex2.approx.ftz.f32, relative 2**-22; `exp2_fma`, the same on
-the multiply-add pipe for |exponent| < 126, relative 7.5e-5 (degree 3) or 2.6e-6 (degree 4). bfloat16
-rounds by up to 3.9e-3 / 2.
+tanh.approx.f32, relative 2**-11, for caps up to `softcap.LARGE_CAP`; ex2.approx.ftz.f32, relative 2**-22;
+`exp2_fma`, the same on the multiply-add pipe for |exponent| < 126, relative 7.5e-5 (degree 3) or 2.6e-6
+(degree 4). bfloat16 rounds by up to 3.9e-3 / 2.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jaxlib.mlir.dialects import math as mlir_math
 
 from jaxcap import dropout as philox
 from jaxcap.pallas.instructions import asm, const, f32, first_row_and_column, i32
-from jaxcap.softcap import LOG2E
+from jaxcap.softcap import LARGE_CAP, LOG2E
 from jaxcap.spec import AttentionSpec
 
 #: 2**f on [-1/2, 1/2], relative minimax; index i is the coefficient of f**i.
@@ -43,8 +43,13 @@ NEGATIVE = -math.inf
 
 
 # ---- scalars ------------------------------------------------------------------------------------
-def tanh(x: ir.Value) -> ir.Value:
-    return asm(f32(), [x], "tanh.approx.f32 $0, $1;", "=f,f")
+def tanh(x: ir.Value, softcap: float) -> ir.Value:
+    """One special-function operation; of a large cap, whose score it is too coarse for, two."""
+    if softcap <= LARGE_CAP:
+        return asm(f32(), [x], "tanh.approx.f32 $0, $1;", "=f,f")
+    # 1 - 2 / (1 + exp(2 x)): absolute error 2**-22
+    total = arith.addf(exp2(arith.mulf(x, const(2 * LOG2E))), const(1.0))
+    return fma(reciprocal(total), const(-2.0), const(1.0))
 
 
 def exp2(x: ir.Value) -> ir.Value:
@@ -79,6 +84,24 @@ def exp2_fma(t: ir.Value, factor: float, shift: int, degree: int) -> ir.Value:
         p = fma(p, f, const(a))
     exponent = arith.shli(arith.bitcast(i32(), rounded), const(23))
     return arith.bitcast(f32(), arith.addi(arith.bitcast(i32(), p), exponent))
+
+
+def below(x: ir.Value, limit: float) -> ir.Value:
+    """0 <= x < limit; false for a NaN."""
+    bits = int(np.float32(limit).view(np.int32))
+    return compare(arith.bitcast(i32(), x), "ult", const(bits))
+
+
+def all_of_warp(conditions: Sequence[ir.Value]) -> ir.Value:
+    """Whether all hold in all threads of the warp."""
+    held = conditions[0]
+    for other in conditions[1:]:
+        held = arith.andi(held, other)
+    text = (
+        "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.all.pred p, p, -1; selp.b32 $0, 1, 0, p; }"
+    )
+    word = asm(i32(), [arith.extui(i32(), held)], text, "=r,r", True)
+    return compare(word, "ne", const(0))
 
 
 def select(condition: ir.Value | None, a: ir.Value, b: ir.Value) -> ir.Value:
@@ -385,7 +408,7 @@ class Scores:
         """(t, factor): the exponent of a raw product is t * factor."""
         if self.softcap is None:
             return x, self.inner
-        return tanh(arith.mulf(x, const(self.inner))), self.outer
+        return tanh(arith.mulf(x, const(self.inner)), self.softcap), self.outer
 
     def survives(self, places: Places, tile: Tile, extras: Extras) -> dict[At, ir.Value] | None:
         """What dropout keeps. One Philox call for four entries 8 apart, where the indices of the
