@@ -17,7 +17,7 @@ PYTHON := $(VENV)/bin/python
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-to-compile demo test lint fuzz bench table clean distclean
+.PHONY: help setup setup-to-compile demo test lint fuzz bench scaling table clean distclean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -49,6 +49,10 @@ fuzz: setup
 bench: setup
 	$(PYTHON) -m benchmarks.import_time
 	$(PYTHON) -m jaxcap.cli bench $(or $(ARGS),--q 1$(comma)1024$(comma)4$(comma)64 --causal)
+
+# Context parallelism on all GPUs of this machine, at most 10 minutes; on a CPU: make scaling ARGS="--platform cpu".
+scaling: setup
+	$(PYTHON) -m benchmarks.scaling $(ARGS)
 
 # Writes the table of features by backend into the README.
 table: setup

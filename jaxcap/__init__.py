@@ -3,10 +3,17 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jaxcap import sharding
 from jaxcap.attention import dot_product_attention
 from jaxcap.explain import explain
 from jaxcap.flax_adapter import attention_fn
 from jaxcap.selection import BackendError, use_backend
+from jaxcap.sharding import (
+    ContextParallel,
+    pad_to_multiple,
+    reorder_for_load_balance,
+    restore_order,
+)
 from jaxcap.spec import AttentionSpec
 from jaxcap.varlen import varlen_attention
 
@@ -19,12 +26,17 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionSpec",
     "BackendError",
+    "ContextParallel",
     "DotProductAttention",
     "attention_fn",
     "dot_product_attention",
     "explain",
     "linen",
     "nnx",
+    "pad_to_multiple",
+    "reorder_for_load_balance",
+    "restore_order",
+    "sharding",
     "use_backend",
     "varlen_attention",
 ]

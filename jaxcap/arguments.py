@@ -91,6 +91,16 @@ def floating(name: str, x: Any) -> Array:
     return array
 
 
+def boolean(name: str, x: Any) -> Array:
+    array = jnp.asarray(x)
+    if array.dtype != jnp.bool_:
+        raise TypeError(
+            f"{name} must be boolean, True keeps, got {array.dtype.name}; pass"
+            f" {name}.astype(bool), or an additive mask as bias"
+        )
+    return array
+
+
 def expect(name: str, array: Array, *shapes: tuple[int, ...]) -> None:
     if tuple(array.shape) not in shapes:
         wanted = " or ".join(str(list(s)) for s in dict.fromkeys(shapes))

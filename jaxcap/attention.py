@@ -7,6 +7,8 @@ import jax.numpy as jnp
 
 from jaxcap import arguments, device, dispatch, selection
 from jaxcap.environment import ENVIRONMENT
+from jaxcap.sharding import wrap
+from jaxcap.sharding.config import ContextParallel
 from jaxcap.spec import Alignment, AttentionSpec, Operands, shape_of
 
 
@@ -37,7 +39,7 @@ def dot_product_attention(
     return_residual: bool = False,
     implementation: str | None = None,
     deterministic: bool | None = None,
-    context_parallel: Any = None,
+    context_parallel: ContextParallel | None = None,
 ) -> Any:
     """Softmax attention whose logits are capped: `jax.nn.dot_product_attention` and a `softcap`.
 
@@ -74,7 +76,7 @@ def dot_product_attention(
       return_residual: also return the log-sum-exp.
       implementation: a backend's name; None selects.
       deterministic: gradients bitwise the same in every run; None is `JAXCAP_DETERMINISTIC`.
-      context_parallel: how the sequence is sharded.
+      context_parallel: a `jaxcap.ContextParallel`: how the sequence is split over devices.
 
     Returns:
       `[B, T, N, V]` in the query's dtype, and with `return_residual` the natural log-sum-exp
@@ -97,7 +99,10 @@ def dot_product_attention(
     given = {k: v for k, v in locals().items() if k != "given"}
     requested = selection.requested(given.pop("implementation"))
     spec, operands, lead = prepare(given)
-    out, lse = dispatch.attend(dispatch.Call(spec, requested), operands)
+    if spec.context_parallel is None:
+        out, lse = dispatch.attend(dispatch.Call(spec, requested), operands)
+    else:
+        out, lse = wrap.attend(spec, operands, requested)
     out = out.reshape(*lead, *out.shape[1:])
     if not return_residual:
         return out
@@ -135,12 +140,7 @@ def prepare(given: dict[str, Any]) -> tuple[AttentionSpec, Operands, tuple[int, 
     if bias is not None:
         bias = arguments.four("bias", arguments.floating("bias", bias), full, lead)
     if mask is not None:
-        if jnp.asarray(mask).dtype != jnp.bool_:
-            raise TypeError(
-                f"mask must be boolean, True keeps, got {jnp.asarray(mask).dtype.name};"
-                " pass mask.astype(bool), or an additive mask as bias"
-            )
-        mask = arguments.four("mask", mask, full, lead)
+        mask = arguments.four("mask", arguments.boolean("mask", mask), full, lead)
 
     alignment = given["causal_alignment"]
     if alignment not in ("top_left", "bottom_right"):
@@ -165,9 +165,10 @@ def prepare(given: dict[str, Any]) -> tuple[AttentionSpec, Operands, tuple[int, 
     deterministic = given["deterministic"]
     if deterministic is None:
         deterministic = ENVIRONMENT.deterministic
-    if given["context_parallel"] is not None:
-        raise ValueError(
-            f"context_parallel must be None in this version, got {given['context_parallel']!r}"
+    context_parallel = given["context_parallel"]
+    if not isinstance(context_parallel, ContextParallel | None):
+        raise TypeError(
+            f"context_parallel must be a jaxcap.ContextParallel or None, got {context_parallel!r}"
         )
     if given["dropout_rng"] is None:
         markers = []
@@ -230,5 +231,6 @@ def prepare(given: dict[str, Any]) -> tuple[AttentionSpec, Operands, tuple[int, 
         deterministic=arguments.flag("deterministic", deterministic),
         return_residual=arguments.flag("return_residual", given["return_residual"]),
         platform=device.platform(given["query"], given["key"], given["value"]),
+        context_parallel=context_parallel,
     )
     return spec, operands, lead

@@ -10,7 +10,7 @@ Source: Dao, "FlashAttention-2: Faster attention with better parallelism and wor
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,7 @@ def forward(spec: AttentionSpec, operands: Operands, tiles: tuple[int, int]) -> 
         out, lse = carry
         return put(out, tile, (0, q_start, 0, 0, 0)), put(lse, part.lse, (0, 0, 0, q_start))
 
-    out = jnp.zeros((batch, spec.query_length, kv_heads, group, spec.value_size), spec.dtype)
+    out = jnp.zeros((batch, spec.query_length, kv_heads, group, spec.value_size), spec.result_dtype)
     lse = jnp.zeros((batch, kv_heads, group, spec.query_length), acc)
     out, lse = call.for_queries(query_step, (varying(out), varying(lse)))
     return (
@@ -197,13 +197,18 @@ def backward(
         value=jnp.zeros((*shape, spec.value_size), acc),
         bias=jnp.zeros(operands.bias.shape, acc) if with_bias else None,
     )
-    d_query = jnp.zeros((batch, spec.query_length, kv_heads, group, spec.head_size), spec.dtype)
+    d_query = jnp.zeros(
+        (batch, spec.query_length, kv_heads, group, spec.head_size), spec.result_dtype
+    )
     d_query, sums = call.for_queries(query_step, jax.tree.map(varying, (d_query, sums)))
+    bias = sums.bias
+    if bias is not None and not spec.partial:
+        bias = bias.astype(operands.bias.dtype)
     return Gradients(
         query=d_query.reshape(operands.query.shape),
-        key=jnp.swapaxes(sums.key, 1, 2).astype(spec.dtype),
-        value=jnp.swapaxes(sums.value, 1, 2).astype(spec.dtype),
-        bias=sums.bias.astype(operands.bias.dtype) if with_bias else None,
+        key=jnp.swapaxes(sums.key, 1, 2).astype(spec.result_dtype),
+        value=jnp.swapaxes(sums.value, 1, 2).astype(spec.result_dtype),
+        bias=bias,
         sinks=None if operands.sinks is None else sink_gradient(operands.sinks, lse, delta),
     )
 
@@ -219,11 +224,11 @@ def sink_gradient(sinks: Array, lse: Array, delta: Array) -> Array:
 @dataclasses.dataclass(frozen=True)
 class Blockwise:
     name: str = "blockwise"
+    wide: ClassVar[bool] = True  # partial results in the accumulator's dtype
     tile_sizes: Callable[[AttentionSpec], tuple[int, int]] = tile_sizes
 
     def reasons(self, spec: AttentionSpec) -> list[str]:
-        if spec.context_parallel is not None:
-            return ["context parallelism needs a backend that computes partial results"]
+        del spec
         return []
 
     def forward(self, spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:

@@ -54,7 +54,7 @@ class CuDNN:
         )
         refuse(spec.return_residual, "rounds the residual to 16 bits")
         refuse(spec.deterministic and spec.gradients, "its backward is not deterministic")
-        refuse(spec.context_parallel is not None, "no context parallelism")
+        refuse(spec.partial, "no part of a context-parallel call, which needs the residual")
         return why
 
     def forward(self, spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:

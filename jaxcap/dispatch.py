@@ -34,7 +34,8 @@ def _describe(spec: AttentionSpec, name: str, what: str) -> str:
     shape = f"q [{spec.batch}, {spec.query_length}, {spec.query_heads}, {spec.head_size}]"
     keys = f"kv [{spec.key_length}, {spec.kv_heads}, {spec.value_size}]"
     cap = f"softcap {spec.softcap:g}" if spec.softcap is not None else "no softcap"
-    return f"{name} runs the {what}: {shape}, {keys}, {spec.dtype}, {cap}, on {spec.platform}"
+    part = "" if spec.context_parallel is None else f", a shard of a {spec.context_parallel}"
+    return f"{name} runs the {what}: {shape}, {keys}, {spec.dtype}, {cap}, on {spec.platform}{part}"
 
 
 def _first_order(function: Callable, name: str) -> Callable:
@@ -75,7 +76,9 @@ def _runner(decision: selection.Decision, part: str, operands: Operands) -> Call
 
 def _forward(decision: selection.Decision, operands: Operands) -> tuple[Array, Array]:
     spec, backend = decision.spec, selection.backends()[decision.backend or ""]
-    if getattr(backend, "native", False):
+    if spec.context_parallel is not None:
+        out, lse = spec.context_parallel.forward(decision, operands, _runner)
+    elif getattr(backend, "native", False):
         out, lse = backend.forward(spec, operands)
     else:
         out, lse = _runner(decision, "forward", operands)(operands)
@@ -86,7 +89,11 @@ def _backward(
     decision: selection.Decision, operands: Operands, out, lse, d_out, d_lse
 ) -> Gradients:
     spec, backend = decision.spec, selection.backends()[decision.backend or ""]
-    grads = _runner(decision, "backward", operands)(operands, out, lse, d_out, d_lse)
+    if spec.context_parallel is not None:
+        saved = (operands, out, lse, d_out, d_lse)
+        grads = spec.context_parallel.backward(decision, *saved, _runner)
+    else:
+        grads = _runner(decision, "backward", operands)(operands, out, lse, d_out, d_lse)
     name = spec.gradients[0]
     marked = executed(getattr(grads, name), _describe(spec, backend.name, "backward"))
     return grads._replace(**{name: marked})
@@ -99,9 +106,11 @@ def attend(call: Call, operands: Operands) -> tuple[Array, Array]:
     trained = selection.decide(call.spec.replace(gradients=every), call.requested)
     known = selection.backends()
     native = getattr(known[forward.backend or ""], "native", False)
-    if native and trained.backend in (None, forward.backend):
+    sharded = call.spec.context_parallel is not None
+    if native and not sharded and trained.backend in (None, forward.backend):
         return _forward(forward, operands)
-    given = {n: reverse_only(getattr(operands, n), forward.backend or "") for n in every}
+    name = f"{forward.backend} under context parallelism" if sharded else forward.backend or ""
+    given = {n: reverse_only(getattr(operands, n), name) for n in every}
     return _attend(call, operands._replace(**given))
 
 
@@ -118,7 +127,8 @@ def _attend_fwd(call: Call, primals: Any):
         if getattr(operands, name) is not None and getattr(primals, name).perturbed
     )
     decision = selection.select(call.spec.replace(gradients=wanted), call.requested)
-    if getattr(selection.backends()[decision.backend or ""], "native", False):
+    native = getattr(selection.backends()[decision.backend or ""], "native", False)
+    if native and call.spec.context_parallel is None:
         arrays = {name: getattr(operands, name) for name in wanted}
         (out, lse), pullback = jax.vjp(
             lambda given: _forward(decision, operands._replace(**given)), arrays

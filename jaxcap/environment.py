@@ -7,6 +7,9 @@ from collections.abc import Mapping
 
 logger = logging.getLogger("jaxcap")
 
+#: Modules that FlashAttention 3 comes as.
+FA3_PROVIDERS = ("flash_attn_interface", "fa3_fwd_interface")
+
 _SWITCHES = {"1": True, "true": True, "0": False, "false": False}
 
 
@@ -24,6 +27,7 @@ class Environment:
     backend: str | None = None  # JAXCAP_BACKEND: as `implementation` on every call
     steered_off: tuple[str, ...] = ()  # FlashAttention backends switched off by their variable
     deterministic: bool = False  # JAXCAP_DETERMINISTIC: default of the argument
+    fa3_provider: str | None = None  # JAXCAP_FA3_PROVIDER: the one of FA3_PROVIDERS to use
     log: str | None = None  # JAXCAP_LOG: "info" (what ran) or "debug" (and why not the others)
 
     @classmethod
@@ -31,6 +35,11 @@ class Environment:
         log = env.get("JAXCAP_LOG", "").lower() or None
         if log not in (None, "info", "debug"):
             raise ValueError(f"JAXCAP_LOG must be 'info' or 'debug', got {env['JAXCAP_LOG']!r}")
+        provider = env.get("JAXCAP_FA3_PROVIDER") or None
+        if provider not in (None, *FA3_PROVIDERS):
+            raise ValueError(
+                f"JAXCAP_FA3_PROVIDER must be one of {', '.join(FA3_PROVIDERS)}, got {provider!r}"
+            )
         off = tuple(
             f"fa{n}" for n in (2, 3, 4) if not _switch(env, f"JAXCAP_FLASH_ATTN_V{n}", True)
         )
@@ -38,6 +47,7 @@ class Environment:
             backend=env.get("JAXCAP_BACKEND") or None,
             steered_off=off,
             deterministic=_switch(env, "JAXCAP_DETERMINISTIC", False),
+            fa3_provider=provider,
             log=log,
         )
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxcap import attention, device, selection
+from jaxcap.sharding.wrap import Wrapped
 from jaxcap.spec import DIFFERENTIABLE, AttentionSpec
 
 #: What `explain` takes the shape of; the other arguments are looked at as they are.
@@ -19,11 +20,15 @@ _ARRAYS = (
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """`forward` is the decision for inference, `training` the one where gradients are wanted."""
+    """`forward` is the decision for inference, `training` the one where gradients are wanted.
+
+    Of a context-parallel call both are about what a device computes, and `context` says how.
+    """
 
     spec: AttentionSpec
     forward: selection.Decision
     training: selection.Decision
+    context: str | None = None
 
     def __str__(self) -> str:
         s = self.spec
@@ -33,7 +38,8 @@ class Explanation:
             f" [{s.batch}, {s.key_length}, {s.kv_heads}, {s.value_size}], {s.dtype}, {cap}, on"
             f" {s.platform}"
         )
-        parts = [head, f"forward: {self.forward.backend or 'none can'}", str(self.forward)]
+        parts = [head] if self.context is None else [head, f"context parallel: {self.context}"]
+        parts += [f"forward: {self.forward.backend or 'none can'}", str(self.forward)]
         parts += [f"with gradients: {self.training.backend or 'none can'}", str(self.training)]
         return "\n".join(parts)
 
@@ -64,13 +70,17 @@ def explain(
     spec = _spec_of(given)
     if platform is not None:
         spec = spec.replace(platform=platform)
+    whole, context = spec, None
+    if spec.context_parallel is not None:
+        wrapped = Wrapped(spec)
+        spec, context = wrapped.attended, str(wrapped)
     if gradients is None:
         present = {"bias": spec.bias_shape is not None, "sinks": spec.sinks}
         gradients = tuple(n for n in DIFFERENTIABLE if present.get(n, True))
     elif unknown := [n for n in gradients if n not in DIFFERENTIABLE]:
         raise ValueError(f"gradients must be of {DIFFERENTIABLE}, got {unknown}")
     trained = selection.decide(spec.replace(gradients=tuple(gradients)), name)
-    return Explanation(spec, selection.decide(spec, name), trained)
+    return Explanation(whole, selection.decide(spec, name), trained, context)
 
 
 def _spec_of(given: dict[str, Any]) -> AttentionSpec:

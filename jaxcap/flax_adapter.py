@@ -122,7 +122,7 @@ def attention_fn(
       apply_qk_layer_scaling: divide logits and cap by layer_number inside the kernel.
       implementation: a backend's name; None selects.
       deterministic_backward: gradients bitwise equal in every run; None is `JAXCAP_DETERMINISTIC`.
-      context_parallel: how the sequence is sharded.
+      context_parallel: a `jaxcap.ContextParallel`: how the sequence is split over devices.
 
     Returns:
       A hashable callable; query `[.., T, N, H]`, key and value `[.., S, K, H]`, bias and mask

@@ -43,8 +43,8 @@ def partitioned(backend: Any, part: str, spec: AttentionSpec) -> Callable:
             raise BackendError(f"backend {backend.name!r} cannot run a shard: {'; '.join(why)}")
         result = getattr(backend, part)(here, operands, *arrays)
         # What a kernel writes comes out as replicated under shard_map, whatever it read.
-        varying = _varying((operands, arrays))
-        result = jax.tree.map(lambda x: _vary(x, varying), result)
+        varying = varying_axes((operands, arrays))
+        result = jax.tree.map(lambda x: vary(x, varying), result)
         if part == "forward":
             return tuple(result)
         return Gradients(**{name: getattr(result, name) for name in spec.gradients})
@@ -62,8 +62,8 @@ def partitioned(backend: Any, part: str, spec: AttentionSpec) -> Callable:
     # Eager calls on sharded arrays must be partitioned too, hence the jit; inlined in another.
     @functools.partial(jax.jit, inline=True)
     def run(operands: Operands, *arrays: Array | None) -> Any:
-        varying = _varying((operands, arrays))
-        alike, others = jax.tree.map(lambda x: _vary(x, varying), (operands, arrays))
+        varying = varying_axes((operands, arrays))
+        alike, others = jax.tree.map(lambda x: vary(x, varying), (operands, arrays))
         # A vmapped axis joins the batch within a shard_map over explicit axes. Where it is split over
         # one itself, JAX keeps that axis out of the shard_map, and `whole` splits it.
         folded = folds_vmap(whole, spec)
@@ -71,7 +71,9 @@ def partitioned(backend: Any, part: str, spec: AttentionSpec) -> Callable:
         if part == "forward":
             return result
         narrow = {
-            name: add_up(getattr(result, name), tuple(varying - _varying(getattr(operands, name))))
+            name: add_up(
+                getattr(result, name), tuple(varying - varying_axes(getattr(operands, name)))
+            )
             for name in spec.gradients
         }
         return Gradients(**narrow)
@@ -88,15 +90,15 @@ def _devices(spec: AttentionSpec) -> int:
         return jax.device_count()
 
 
-def _varying(tree: Any) -> frozenset[str]:
+def varying_axes(tree: Any) -> frozenset[str]:
     """Manual mesh axes that some array varies over, as far as `check_vma=True` tracks it."""
     types = [jax.typeof(x) for x in jax.tree.leaves(tree)]
     # Through getattr: pyright does not know the attribute.
     return frozenset().union(*(getattr(t, "manual_axis_type").varying for t in types))  # noqa: B009
 
 
-def _vary(x: Array, axes: frozenset[str]) -> Array:
-    missing = tuple(axes - _varying(x))
+def vary(x: Array, axes: frozenset[str]) -> Array:
+    missing = tuple(axes - varying_axes(x))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 

@@ -2,7 +2,8 @@
 
 A backend is an object with a `name`, `reasons(spec) -> list[str]`, `forward(spec, operands)` that
 returns output and log-sum-exp, and `backward(spec, operands, out, lse, d_out, d_lse)`, or
-`native = True` where JAX differentiates the forward itself. A new one is a file with `BACKEND` in
+`native = True` where JAX differentiates the forward itself. `wide = True` says that it honours
+`spec.partial`. A new one is a file with `BACKEND` in
 it and its line in `MODULES`, or, from outside this package, a call of `register`.
 """
 
@@ -19,6 +20,9 @@ from jaxcap.spec import Array, AttentionSpec, Gradients, Operands
 
 MODULES = {
     "pallas": "jaxcap.pallas.backend",
+    "fa3": "jaxcap.torch_bridge.fa3",
+    "fa2": "jaxcap.torch_bridge.fa2",
+    "fa4": "jaxcap.torch_bridge.fa4",
     "cudnn": "jaxcap.cudnn",
     "blockwise": "jaxcap.blockwise",
     "xla": "jaxcap.reference",
@@ -46,7 +50,9 @@ class Differentiated(Backend, Protocol):
         lse: Array,
         d_out: Array,
         d_lse: Array | None,
-    ) -> Gradients: ...
+    ) -> Gradients:
+        """`out` and `lse` are to be used as given: of a part of the keys they are those of all."""
+        ...
 
 
 class BackendError(ValueError):
@@ -147,12 +153,20 @@ class Decision:
         return "\n".join(lines)
 
 
+def _reasons(backend: Backend, spec: AttentionSpec) -> list[str]:
+    """Why not; of a shard of a context-parallel call, for any of the pieces that it is computed in."""
+    if spec.context_parallel is None:
+        return list(backend.reasons(spec))
+    found = [why for piece in spec.context_parallel.specs(spec) for why in backend.reasons(piece)]
+    return list(dict.fromkeys(found))
+
+
 def decide(spec: AttentionSpec, name: str | None = None) -> Decision:
     """The decision for `spec`; with a `name`, whether that backend can. Never raises."""
     known = backends()
     reasons = {}
     for candidate in preference(spec):
-        why = list(known[candidate].reasons(spec))
+        why = _reasons(known[candidate], spec)
         if candidate in ENVIRONMENT.steered_off and name != candidate:
             why.append(f"switched off by JAXCAP_FLASH_ATTN_V{candidate[-1]}=0")
         reasons[candidate] = tuple(why)

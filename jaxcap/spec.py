@@ -59,7 +59,8 @@ def shape_of(x: Array) -> tuple[int, int, int, int]:
 
 
 class Gradients(NamedTuple):
-    """Cotangents in the shape and dtype of their operands; None where not asked for."""
+    """Cotangents in the shape and dtype of their operands (or wider, of a part of a call); None where
+    not asked for."""
 
     query: Array | None = None
     key: Array | None = None
@@ -101,6 +102,10 @@ class AttentionSpec:
     return_residual: bool = False
     gradients: tuple[str, ...] = ()  # names out of DIFFERENTIABLE; () is forward only
     platform: str = "cpu"  # "cpu", "tpu", "sm80", "sm90", "sm100", ... of the device it runs on
+    # Of a part of a longer call: what is added to the positions of queries that are not given, and
+    # whether output and gradients should be in the accumulator's dtype, for they will be summed.
+    position_offset: int = 0
+    partial: bool = False
     context_parallel: Any = None  # hashable; None on one device or where XLA partitions
 
     @property
@@ -113,10 +118,16 @@ class AttentionSpec:
         return jnp.dtype("float64" if self.dtype == "float64" else "float32")
 
     @property
+    def result_dtype(self) -> jnp.dtype:
+        """Dtype of output and gradients."""
+        return self.accumulator if self.partial else jnp.dtype(self.dtype)
+
+    @property
     def query_offset(self) -> int:
         """Position of query 0 where no positions are given."""
         bottom_right = self.causal_alignment == "bottom_right"
-        return self.key_length - self.query_length if bottom_right else 0
+        start = self.key_length - self.query_length if bottom_right else 0
+        return start + self.position_offset
 
     @property
     def band(self) -> tuple[int | None, int | None]:

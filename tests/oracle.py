@@ -111,6 +111,7 @@ class Attention:
         shape = (b, n, t, s)
         self.scale = h**-0.5 if scale is None else scale
         self.layer_scale = layer_scale
+        self.softcap = softcap or 0.0
         self.kv_heads = kv_heads
         self.bias_shape = None if bias is None else bias.shape
         self.sinks_shape = None if sinks is None else sinks.shape

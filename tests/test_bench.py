@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from jaxcap.bench import command, report
 from jaxcap.bench.cases import CASES, Case
 from jaxcap.bench.implementations import Implementation, available
-from jaxcap.bench.measure import PASSES, measure
+from jaxcap.bench.measure import PASSES, Row, measure
 
 TINY = Case("tiny", 1, 16, 16, 2, 1, 8, True, dtype="float32")
 
@@ -116,3 +118,48 @@ def test_command(tmp_path, capsys):
 def test_bad_words(words, match, capsys):
     assert run(*words) == 2
     assert match in capsys.readouterr().err
+
+
+def test_rounds_begin_with_another(monkeypatch):
+    """Who comes after a slow one has a cooler card: nobody may do so in every round."""
+    seen = []
+
+    def runner(implementation, case, with_backward):
+        def run(count):
+            seen.append(implementation.name)
+            return 1.0
+
+        return run
+
+    monkeypatch.setattr("jaxcap.bench.measure._jax_runner", runner)
+    known = [Implementation(name, "jax", False, lambda *a: None) for name in "abc"]
+    list(measure(TINY, known, "forward", rounds=4))
+    assert "".join(seen) == "abc" + "abc" + "bca" + "cab" + "abc"
+
+
+def test_processes_take_turns(tmp_path):
+    """While one process times, another that names the same lock waits."""
+    lock = tmp_path / "lock"
+    script = (
+        "import pathlib, sys, time\n"
+        "from jaxcap.bench.measure import turn\n"
+        "with turn(pathlib.Path(sys.argv[1])):\n"
+        "    begin = time.time(); time.sleep(0.3); print(begin, time.time())\n"
+    )
+    command = [sys.executable, "-c", script, str(lock)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    spans = sorted(tuple(map(float, p.communicate()[0].split())) for p in running)
+    assert spans[0][1] <= spans[1][0] + 0.01
+
+
+def test_merge(tmp_path, capsys):
+    files = []
+    for name in ("a", "b"):
+        row = Row(name, "jaxcap+cap", "forward", 1.0, 1.0, 5.0)
+        files.append(tmp_path / f"{name}.json")
+        report.write([row], "before", files[-1])
+    both = tmp_path / "both.json"
+    assert run("--merge", *map(str, files), "--json", str(both)) == 0
+    assert [row.case for row in report.read(both)] == ["a", "b"]
+    assert "| a | 5 |" in capsys.readouterr().out
+    assert run("--merge", str(tmp_path / "none.json")) == 2

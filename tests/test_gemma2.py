@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 import jaxcap
-from examples.gemma2 import checkpoint, convert, data, generate, report, train
+from examples.gemma2 import checkpoint, compare, convert, data, generate, report, train
 from examples.gemma2.config import PRESETS, Config
 from examples.gemma2.model import Gemma2
 from jaxcap import marks
@@ -466,6 +466,20 @@ def test_the_backend_shown_is_the_one_that_runs(folder, caplog):
         ran = {record.getMessage().split()[0] for record in caplog.records}
         caplog.clear()
         assert ran == {name} == {report.backend(settings)}
+
+
+def test_backends_compared(folder, capsys):
+    """Both backends, and each with its batches reversed, learn alike."""
+    out = folder / "compared"
+    arguments = [*FLAGS, "--steps", "12", "--data", str(folder / "text.txt"), "--out", str(out)]
+    compare.main([*arguments, "--backends", "xla,blockwise"])
+    table = np.genfromtxt(out / "losses.csv", delimiter=",", skip_header=1)[:, 1:]
+    assert table.shape == (12, 4)
+    np.testing.assert_allclose(table, table[:, :1].repeat(4, axis=1), atol=1e-3)
+    assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert "blockwise, batches reversed" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        compare.main([*arguments, "--backend", "xla"])
 
 
 def test_a_complete_run_is_kept(whole, capsys):

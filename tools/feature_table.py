@@ -86,7 +86,8 @@ def cell(backend: selection.Backend, changes: dict, gradients: tuple[str, ...]) 
 
 
 def table() -> str:
-    known = selection.backends()
+    # Where a backend calls another package, a complete build of that package: not what this machine has.
+    known = {name: getattr(b, "full_build", b) for name, b in selection.backends().items()}
     names = selection.preference(BASE.replace(softcap=CAP))
     lines = [
         "| | " + " | ".join(f"`{name}`" for name in names) + " |",

@@ -26,7 +26,7 @@ class DotProductAttention(nn.Module):
       apply_qk_layer_scaling: divide logits and cap by layer_number inside the kernel.
       implementation: a backend's name; None selects.
       deterministic_backward: gradients bitwise equal in every run; None is `JAXCAP_DETERMINISTIC`.
-      context_parallel: how the sequence is sharded.
+      context_parallel: a `jaxcap.ContextParallel`: how the sequence is split over devices.
 
     Raises:
       ValueError, TypeError: an argument is wrong; the message names it.

@@ -171,11 +171,12 @@ class MultiHeadAttention(nn.Module):
             key = norm(name="key_ln")(key.astype(wide)).astype(key.dtype)
 
         decode = bool(common.inherit(self.decode, decode))
-        kv_cache.check_call(itself, decode, max_decode_length)
+        parallel = self.context_parallel
+        kv_cache.check_call(itself, decode, max_decode_length, parallel)
         cache = self._cache(key, value, max_decode_length) if decode else None
         start = None if cache is None else cache[2].value
         query, key = rope.rotate_pair(
-            self, query, key, start, itself, input_positions, kv_input_positions
+            self, query, key, start, itself, (input_positions, kv_input_positions), parallel
         )
         sinks = None
         if self.softmax_type == "learnable":

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxcap import arguments, selection
 from jaxcap.attention import dot_product_attention
+from jaxcap.sharding.config import ContextParallel
 from jaxcap.spec import Alignment, Array
 
 Window = int | tuple[int | None, int | None] | None
@@ -59,7 +60,7 @@ class Settings:
     apply_qk_layer_scaling: bool = False
     implementation: str | None = None
     deterministic_backward: bool | None = None
-    context_parallel: Any = None
+    context_parallel: ContextParallel | None = None
 
     def __post_init__(self) -> None:
         arguments.soft_cap(self.softcap)
@@ -69,12 +70,17 @@ class Settings:
             arguments.flag(name, getattr(self, name))
         if self.deterministic_backward is not None:
             arguments.flag("deterministic_backward", self.deterministic_backward)
+        if not isinstance(self.context_parallel, ContextParallel | None):
+            raise TypeError(
+                f"context_parallel must be a jaxcap.ContextParallel, got {self.context_parallel!r}"
+            )
         if self.causal_alignment not in ("top_left", "bottom_right"):
             raise ValueError(
                 "causal_alignment must be 'top_left' or 'bottom_right',"
                 f" got {self.causal_alignment!r}"
             )
-        arguments.window(self.local_window_size)
+        window = arguments.window(self.local_window_size)  # hashable, also where a list came
+        object.__setattr__(self, "local_window_size", window)
         check_rate("dropout_rate", self.dropout_rate)
         selection.check_name(self.implementation, "implementation")
         if self.layer_number is not None and (

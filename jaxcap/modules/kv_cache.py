@@ -1,6 +1,6 @@
 """The key/value cache of the modules: arrays of fixed length that calls append tokens to."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,14 @@ from jaxcap.spec import Array
 _OWN = ("query_seq_lengths", "key_value_seq_lengths", "query_positions", "key_value_positions")
 
 
-def check_call(itself: bool, decode: bool, max_decode_length: int | None) -> None:
+def check_call(
+    itself: bool, decode: bool, max_decode_length: int | None, context_parallel: Any
+) -> None:
+    if decode and context_parallel is not None:
+        raise ValueError(
+            "decode=True appends to a cache, which context_parallel does not split: make the module"
+            " that decodes without it (its parameters are the same)"
+        )
     if decode and not itself:
         raise ValueError("decode=True caches keys of the inputs themselves: leave inputs_k None")
     if max_decode_length is not None and not decode:

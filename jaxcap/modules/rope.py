@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcap.sharding.config import ContextParallel
 from jaxcap.spec import Array
 
 #: How the coordinates of a head are paired: i with i + 1, or i with i + H/2 (Gemma, Llama, Flax).
@@ -96,17 +97,19 @@ def rotate_pair(
     key: Array,
     start: Array | None,
     itself: bool,
-    input_positions: Array | None,
-    kv_input_positions: Array | None,
+    positions: tuple[Array | None, Array | None],
+    context_parallel: ContextParallel | None,
 ) -> tuple[Array, Array]:
     """Query and key `[.., T, N, H]` rotated as a module's rotary_pos_emb fields say.
 
-    Positions count from `start`, or 0; those of keys are those of queries in attention to `itself`.
+    `positions` are input_positions and kv_input_positions. None counts from `start`, or 0, in the
+    layout that `context_parallel` names; or, of keys in attention to `itself`, is those of queries.
     """
+    input_positions, kv_input_positions = positions
     if not module.enable_rotary_pos_emb:
         given = {"input_positions": input_positions, "kv_input_positions": kv_input_positions}
-        for name, positions in given.items():
-            if positions is not None:
+        for name, x in given.items():
+            if x is not None:
                 raise ValueError(
                     f"{name} are angles of a rotary embedding: set enable_rotary_pos_emb=True;"
                     " causality and windows take query_positions and key_value_positions"
@@ -114,7 +117,10 @@ def rotate_pair(
         return query, key
 
     def count(x: Array) -> Array:
-        index = jnp.arange(x.shape[-3], dtype=jnp.int32)
+        length = x.shape[-3]
+        if context_parallel is not None and context_parallel.load_balance != "contiguous":
+            return jnp.asarray(context_parallel.positions(length, x))
+        index = jnp.arange(length, dtype=jnp.int32)
         return index if start is None else index + start
 
     if kv_input_positions is None:
@@ -122,7 +128,7 @@ def rotate_pair(
     windows, method = module.rotary_pos_emb_windows, module.rotary_pos_emb_group_method
     pairs = ((query, input_positions), (key, kv_input_positions))
     rotated = [
-        rotary_embedding(x, count(x) if positions is None else positions, windows, method)
-        for x, positions in pairs
+        rotary_embedding(x, count(x) if given is None else given, windows, method)
+        for x, given in pairs
     ]
     return rotated[0], rotated[1]

@@ -29,7 +29,7 @@ class DotProductAttention(nnx.Module):
       apply_qk_layer_scaling: divide logits and cap by layer_number inside the kernel.
       implementation: a backend's name; None selects.
       deterministic_backward: gradients bitwise equal in every run; None is `JAXCAP_DETERMINISTIC`.
-      context_parallel: how the sequence is sharded.
+      context_parallel: a `jaxcap.ContextParallel`: how the sequence is split over devices.
       rngs: where dropout keys come from in NNX; inside Linen pass `dropout_rng` to each call.
 
     Raises:

@@ -181,10 +181,12 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         query, key = blocks.normalise(self.query_ln, query), blocks.normalise(self.key_ln, key)
 
         decode = bool(common.inherit(self.decode, decode))
-        cache = self._cache(inputs_q, itself, decode, max_decode_length)
+        parallel = self.attention_fn.context_parallel
+        kv_cache.check_call(itself, decode, max_decode_length, parallel)
+        cache = self._cache(inputs_q, decode, max_decode_length)
         start = None if cache is None else cache[2][...]
         query, key = rope.rotate_pair(
-            self, query, key, start, itself, input_positions, kv_input_positions
+            self, query, key, start, itself, (input_positions, kv_input_positions), parallel
         )
         arrays = common.add_sinks(arrays, self.softmax_type, self.sinks, self.num_heads)
         if cache is not None and start is not None:
@@ -208,11 +210,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             out = kv_cache.poison(out, cache[2][...], key.shape[-3])
         return self.out(out, out_sharding=out_sharding)
 
-    def _cache(
-        self, inputs: Array, itself: bool, decode: bool, max_decode_length: int | None
-    ) -> Cache | None:
+    def _cache(self, inputs: Array, decode: bool, max_decode_length: int | None) -> Cache | None:
         """Keys, values and tokens in the cache, made if need be; None without decoding."""
-        kv_cache.check_call(itself, decode, max_decode_length)
         if not decode:
             return None
         if self.cached_key is None:

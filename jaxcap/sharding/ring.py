@@ -1,0 +1,206 @@
+"""Ring: keys and values go around, every device computes with what it has while the next arrives.
+
+Hop h of a device is what it does with the keys of the device h ranks below. The forward adds up
+partial sums; in the backward the gradients of keys and values travel behind them, in float32, and
+come home in the end. Memory is that of two shards.
+
+- The transfer for hop n + 1 needs nothing of hop n, and no hop needs the sum that the hop before it
+  goes into: only the one before that, or else the compiler would be free to keep all parts.
+- Hops that no device has a use for (outside a window) are not made, nor the transfers for them.
+- Up to `UNROLLED` hops are written out, more of them in a loop.
+
+Source: Liu et al., "Ring attention with blockwise transformers", 2023 (arXiv:2310.01889).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcap import merge, softcap
+from jaxcap.chunks import put_sum
+from jaxcap.merge import Part, Sums
+from jaxcap.sharding import pieces
+from jaxcap.sharding.local import Local, join_rows
+from jaxcap.sharding.pieces import Results
+from jaxcap.sharding.shard import Shard
+from jaxcap.spec import Array, Gradients
+
+#: Longest sequence of hops that is not made a loop; compiled code grows with it.
+UNROLLED = 16
+
+
+def shift(tree: Any, axes: tuple[str, ...], size: int, by: int) -> Any:
+    """Each device's arrays to the device `by` ranks above."""
+    if by % size == 0:
+        return tree
+    pairs = [(i, (i + by) % size) for i in range(size)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, axes, pairs), tree)
+
+
+def _after(tree: Any, *waited_for: Any) -> Any:
+    """`tree`, not before the others are there."""
+    return jax.lax.optimization_barrier((tree, waited_for))[0]
+
+
+def stretches(hops: list[int]) -> list[tuple[int, int]]:
+    """(first, count): consecutive hops together where there are many, single ones else."""
+    found: list[tuple[int, int]] = []
+    start = 0
+    for i in range(1, len(hops) + 1):
+        if i < len(hops) and hops[i] == hops[i - 1] + 1:
+            continue
+        first, count = hops[start], i - start
+        if first == 0:  # it is like no other
+            found.append((0, 1))
+            first, count = 1, count - 1
+        if count > UNROLLED:
+            found.append((first, count))
+        else:
+            found += [(h, 1) for h in range(first, first + count)]
+        start = i
+    return found
+
+
+class Accumulator:
+    """Sums of parts by run of the queries.
+
+    Where a cap bounds the scores, all are relative to one constant and simply add up.
+    """
+
+    def __init__(self, shard: Shard, size: int):
+        spec = shard.plan.spec
+        whole = spec.replace(key_length=spec.key_length * size)
+        bound = softcap.bounded_shift(whole, "float32")
+        self.top = None if bound is None else merge.shift_to_top(bound)
+        self.join = merge.add if bound is None else merge.add_bounded
+        self.shard = shard
+
+    def term(self, part: Part) -> Sums:
+        rows = jnp.moveaxis(part.lse, 1, 2)  # [B, T, N]
+        if self.top is None:
+            return Sums(part.out.astype(rows.dtype), rows, (rows > -jnp.inf).astype(rows.dtype))
+        weight = jnp.exp(rows - self.top)
+        top = self.shard.mark(jnp.full_like(rows, self.top))
+        return Sums(part.out.astype(rows.dtype) * weight[..., None], top, weight)
+
+    def add(self, sums: dict[int, Sums], parts: dict[int, Part]) -> dict[int, Sums]:
+        terms = {i: self.term(part) for i, part in parts.items()}
+        joined = {i: self.join(sums[i], t) if i in sums else t for i, t in terms.items()}
+        return {**sums, **joined}
+
+    def nothing(self) -> dict[int, Sums]:
+        operands = self.shard.operands
+        batch, _, heads, _ = operands.query.shape
+        wide, found = self.shard.plan.spec.accumulator, {}
+        for i, run in enumerate(self.shard.queries):
+            rows = (batch, run.length, heads)
+            top = jnp.full(rows, -jnp.inf if self.top is None else self.top, wide)
+            numerator = jnp.zeros((*rows, operands.value.shape[3]), wide)
+            empty = Sums(numerator, top, jnp.zeros(rows, wide))
+            found[i] = jax.tree.map(self.shard.mark, empty)
+        return found
+
+    def filled(self, sums: dict[int, Sums]) -> dict[int, Sums]:
+        """With nothing for runs that are not there yet."""
+        if len(sums) == len(self.shard.queries):
+            return sums
+        return {**self.nothing(), **sums}
+
+    def finish(self, sums: dict[int, Sums]) -> tuple[Array, Array]:
+        """(out, lse) of all rows, the sinks joined."""
+        sinks = self.shard.operands.sinks
+        sink = None if sinks is None else sinks[:, None]  # [B or 1, 1, N]
+        parts = [merge.finish(sums[i], sink) for i in sorted(sums)]
+        out = join_rows([p.out for p in parts], 1)
+        return out, join_rows([jnp.moveaxis(p.lse, 2, 1) for p in parts], 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring(Local):
+    name = "ring"
+
+    def _shift(self, tree: Any, by: int) -> Any:
+        return shift(tree, self.axes, self.size, by)
+
+    def _hops(self, shard: Shard, step: Callable, riding: Any, carry: Any) -> tuple[Any, Any]:
+        """`riding, carry, done = step(hops, source, keys, riding, carry)` for each hop.
+
+        `riding` travels with the keys, one hop later, and comes home in the end. The keys for the next
+        hop are on their way during a step; those after them wait for what is `done`.
+        """
+        hops = shard.plan.active_hops
+        keys, rank = pieces.keys_of(shard.operands), shard.rank
+
+        def one(hop, members, keys, riding, carry):
+            after = [h for h in hops if h > hop]
+            by = after[0] - hop if after else 0
+            coming = self._shift(keys, by) if after else None
+            source = rank if hop == 0 else (rank - hop) % self.size
+            riding, now, done = step(members, source, keys, riding, carry)
+            keys = _after(coming, done, carry) if after else None
+            return keys, self._shift(riding, by if after else -hop), now
+
+        for first, count in stretches(hops):
+            members = range(first, first + count)
+            stop = members[-1]  # by itself: not followed by the transfer that follows the others
+
+            def body(i, state, members=members):
+                keys, riding, carry = state
+                coming = self._shift(keys, 1)
+                riding, carry, _ = step(members, (rank - i) % self.size, keys, riding, carry)
+                return coming, self._shift(riding, 1), carry
+
+            if count > 1:
+                bounds = jnp.int32(first), jnp.int32(stop)
+                keys, riding, carry = jax.lax.fori_loop(*bounds, body, (keys, riding, carry))
+            keys, riding, carry = one(stop, members, keys, riding, carry)
+        return riding, carry
+
+    def _forward(self, shard: Shard) -> tuple[Array, Array]:
+        total = Accumulator(shard, self.size)
+
+        def step(hops, source, keys, riding, sums):
+            found = [shard.forward(s, keys, source) for s in shard.plan.steps(hops)]
+            now = sums
+            for parts in found:
+                now = total.add(now, parts)
+            return riding, total.filled(now), found
+
+        _, sums = self._hops(shard, step, None, {})
+        return total.finish(sums)
+
+    def _backward(self, shard: Shard, results: Results) -> Gradients:
+        spec, operands = shard.plan.spec, shard.operands
+        columns, wide = spec.key_length, spec.accumulator
+
+        def step(hops, source, keys, riding, carry):
+            found = [shard.backward(s, keys, source, results) for s in shard.plan.steps(hops)]
+            if not found:
+                found = [shard.no_gradients(keys)]
+            found = [jax.tree.map(lambda x: x.astype(wide), g) for g in found]
+            d_query, d_bias = carry
+            riding = add_up_all([riding, *((g.key, g.value) for g in found)])
+            d_query = add_up_all([d_query, *(g.query for g in found)])
+            if d_bias is not None:
+                start = source * columns if d_bias.shape[3] != 1 else 0
+                for g in found:
+                    part: Any = g.bias
+                    d_bias = put_sum(d_bias, part, (0, 0, 0, start))
+            return riding, (d_query, d_bias), found
+
+        d_bias = None
+        if "bias" in spec.gradients:
+            d_bias = shard.mark(jnp.zeros(operands.bias.shape, wide))
+        (d_key, d_value), (d_query, d_bias) = self._hops(shard, step, None, (None, d_bias))
+        return Gradients(d_query, d_key, d_value, d_bias)
+
+
+def add_up_all(trees: list[Any]) -> Any:
+    """The sum of those that are not None."""
+    first, *rest = [tree for tree in trees if tree is not None] or [None]
+    for tree in rest:
+        first = jax.tree.map(jnp.add, first, tree)
+    return first

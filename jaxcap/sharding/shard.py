@@ -1,0 +1,179 @@
+"""One device's part of a context-parallel call: steps of its plan on a backend."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcap import merge, selection
+from jaxcap.merge import Part
+from jaxcap.sharding import pieces
+from jaxcap.sharding.pieces import Keys, Results, span, spec_of
+from jaxcap.sharding.plan import Plan
+from jaxcap.sharding.steps import Piece, Step
+from jaxcap.spec import Array, AttentionSpec, Gradients, Operands
+
+
+class Shard:
+    """One device's part of a call.
+
+    `run(decision, part, operands)` is a backend's "forward" or "backward", a function of operands and
+    arrays; `mark` makes a constant vary as the operands do. Results are in the accumulator's dtype if
+    the backend is `wide`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        decision: selection.Decision,
+        operands: Operands,
+        rank: Any,
+        run: Callable,
+        mark: Callable,
+    ):
+        self.plan, self.decision, self.operands, self.rank = plan, decision, operands, rank
+        self.run, self.mark = run, mark
+        self.backend = selection.backends()[decision.backend or ""]
+        self.native = getattr(self.backend, "native", False)
+        self.wide = getattr(self.backend, "wide", False)
+        self.queries = plan.query_runs(rank)
+        self.names = tuple(name for name in plan.spec.gradients if name != "sinks")
+
+    def _operands(self, piece: Piece, keys: Keys, source: Any) -> Operands:
+        return pieces.operands_of(self.plan, piece, self.operands, self.rank, keys, source)
+
+    def asked(self, piece: Piece) -> AttentionSpec:
+        return spec_of(self.plan, piece).replace(partial=self.wide)
+
+    def _run(self, spec: AttentionSpec, part: str) -> Callable:
+        decision = dataclasses.replace(self.decision, spec=spec)
+        return _called(self.run, self.backend, decision, part)
+
+    # Steps.
+
+    def choose(self, step: Step, keys: Keys, source: Any, compute: Callable, nothing: Any) -> Any:
+        """`compute(piece)` of the option that this device takes; `nothing` has its shape."""
+        branches = [
+            (lambda: nothing) if piece is None else (lambda piece=piece: compute(piece))
+            for piece in step.options
+        ]
+        if len(branches) == 1:
+            return branches[0]()
+        found = None
+        if self.plan.given:
+            found = pieces.bounds(self.plan, self.operands, self.rank, keys, source)
+        return jax.lax.switch(step.choose(self.rank, source, found), branches)
+
+    def forward(self, step: Step, keys: Keys, source: Any) -> dict[int, Part]:
+        """By run of the queries: output and log-sum-exp over the keys of the step."""
+        touched = step.queries
+        spec, operands = self.plan.spec, self.operands
+        batch, _, heads, _ = operands.query.shape
+
+        def empty(i):
+            shape = (batch, self.queries[i].length, heads, operands.value.shape[3])
+            out = jnp.zeros(shape, spec.accumulator if self.wide else spec.dtype)
+            lse = jnp.full((batch, heads, shape[1]), -jnp.inf, spec.accumulator)
+            return Part(self.mark(out), self.mark(lse))
+
+        def compute(piece):
+            asked = self.asked(piece).replace(sinks=False)
+            given = self._operands(piece, keys, source)._replace(sinks=None)
+            out, lse = self._run(asked, "forward")(given)
+            parts = dict(self._split(piece.queries, out, lse))
+            return tuple(parts[i] if i in parts else empty(i) for i in touched)
+
+        parts = self.choose(step, keys, source, compute, tuple(empty(i) for i in touched))
+        return dict(zip(touched, parts, strict=True))
+
+    def _split(self, runs: tuple[int, int], out: Array, lse: Array):
+        """By run: rows of [B, T, ...] and of [B, N, T]."""
+        start = self.queries[runs[0]].offset
+        for i in range(*runs):
+            run = self.queries[i]
+            rows = slice(run.offset - start, run.offset - start + run.length)
+            yield i, Part(out[:, rows], lse[:, :, rows])
+
+    def _zero(self, name: str, keys: Keys) -> Array:
+        """A gradient in full; of a bias the columns of these keys."""
+        of = {"key": keys.key, "value": keys.value}.get(name, getattr(self.operands, name))
+        shape = of.shape
+        if name == "bias":
+            shape = (*shape[:3], min(shape[3], keys.key.shape[1]))
+        wide = self.wide and not self.native
+        return self.mark(jnp.zeros(shape, self.plan.spec.accumulator if wide else of.dtype))
+
+    def no_gradients(self, keys: Keys) -> Gradients:
+        return Gradients(**{name: self._zero(name, keys) for name in self.names})
+
+    def backward(self, step: Step, keys: Keys, source: Any, results: Results) -> Gradients:
+        """Query, key, value in full; the bias where it is seen."""
+
+        def compute(piece):
+            given = self._operands(piece, keys, source)
+            place = span(self.queries[slice(*piece.queries)])
+            saved = Results(
+                results.out[:, place],
+                results.lse[:, :, place],
+                results.d_out[:, place],
+                None if results.d_lse is None else results.d_lse[:, :, place],
+            )
+            found = self.gradients(self.asked(piece), given, saved)
+            k_runs = self.plan.key_runs(source)[slice(*piece.keys)]
+            starts = {"query": place.start, "key": k_runs[0].offset, "value": k_runs[0].offset}
+
+            def full(name):
+                x, zero = getattr(found, name), self._zero(name, keys)
+                if name == "bias":
+                    return _put(zero, x, {2: place.start, 3: k_runs[0].offset})
+                return _put(zero, x, {1: starts[name]})
+
+            return Gradients(**{name: full(name) for name in self.names})
+
+        return self.choose(step, keys, source, compute, self.no_gradients(keys))
+
+    def gradients(self, spec: AttentionSpec, operands: Operands, results: Results) -> Gradients:
+        if not self.native:
+            return self._run(spec, "backward")(operands, *results)
+
+        # 1. JAX's pullback of the piece's own output and log-sum-exp.
+        arrays = {name: getattr(operands, name) for name in spec.gradients}
+        alone = spec.replace(sinks=False, gradients=())
+
+        def forward(given):
+            return self.backend.forward(alone, operands._replace(**given, sinks=None))
+
+        (out, lse), pullback = jax.vjp(forward, arrays)
+
+        # 2. All of it is a mean of the parts, weighted by exp(lse of the part - lse of all).
+        weight = jnp.exp(lse - merge.finite_or_zero(results.lse))  # [B, N, T]
+        wide = results.d_out.astype(out.dtype)
+        d_out = wide * jnp.swapaxes(weight, 1, 2)[..., None]
+        change = jnp.einsum("btnv,btnv->bnt", wide, out - results.out.astype(out.dtype))
+        if results.d_lse is not None:
+            change = change + results.d_lse
+        return Gradients(**pullback((d_out, (change * weight).astype(lse.dtype)))[0])
+
+
+@functools.lru_cache(maxsize=4096)
+def _called(run: Callable, backend: Any, decision: selection.Decision, part: str) -> Callable:
+    """Many hops call the same kernel: one function in the program, lowered once."""
+    del backend  # tells decisions apart when another of its name is registered
+
+    def piece(operands: Operands, *arrays: Array | None) -> Any:
+        return run(decision, part, operands)(operands, *arrays)
+
+    return jax.jit(piece)
+
+
+def _put(zeros: Array, part: Array, starts: dict[int, int]) -> Array:
+    if zeros.shape == part.shape:
+        return part
+    widths = [(0, 0, 0)] * part.ndim
+    for axis, start in starts.items():
+        if part.shape[axis] != zeros.shape[axis]:
+            widths[axis] = (start, zeros.shape[axis] - part.shape[axis] - start, 0)
+    return jax.lax.pad(part, jnp.zeros((), part.dtype), widths)
