@@ -72,7 +72,7 @@ def explain(
         spec = spec.replace(platform=platform)
     whole, context = spec, None
     if spec.context_parallel is not None:
-        wrapped = Wrapped(spec)
+        wrapped = Wrapped(spec, arrays=[x for x in given.values() if isinstance(x, jax.Array)])
         spec, context = wrapped.attended, str(wrapped)
     if gradients is None:
         present = {"bias": spec.bias_shape is not None, "sinks": spec.sinks}

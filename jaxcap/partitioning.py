@@ -134,7 +134,8 @@ def _split(
             tuple(fine.sharding(place.spec(role)) for role in roles),
         )
 
-    call = custom_partitioning(flat)
+    # Under a jit of its own: custom_partitioning refuses constants, such as a kernel's tables.
+    call = custom_partitioning(jax.jit(flat))
     rule, sizes = _rule(spec, roles, outcome)
     call.def_partition(partition, sharding_rule=rule, decode_shardings=False, **sizes)
     results = call(*leaves)

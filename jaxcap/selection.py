@@ -3,8 +3,8 @@
 A backend is an object with a `name`, `reasons(spec) -> list[str]`, `forward(spec, operands)` that
 returns output and log-sum-exp, and `backward(spec, operands, out, lse, d_out, d_lse)`, or
 `native = True` where JAX differentiates the forward itself. `wide = True` says that it honours
-`spec.partial`. A new one is a file with `BACKEND` in
-it and its line in `MODULES`, or, from outside this package, a call of `register`.
+`spec.partial`. A new one is a file with `BACKEND` in it and its line in `MODULES`, or, from outside
+this package, a call of `register`.
 """
 
 import contextlib
@@ -153,7 +153,7 @@ class Decision:
         return "\n".join(lines)
 
 
-def _reasons(backend: Backend, spec: AttentionSpec) -> list[str]:
+def reasons_of(backend: Backend, spec: AttentionSpec) -> list[str]:
     """Why not; of a shard of a context-parallel call, for any of the pieces that it is computed in."""
     if spec.context_parallel is None:
         return list(backend.reasons(spec))
@@ -166,7 +166,7 @@ def decide(spec: AttentionSpec, name: str | None = None) -> Decision:
     known = backends()
     reasons = {}
     for candidate in preference(spec):
-        why = _reasons(known[candidate], spec)
+        why = reasons_of(known[candidate], spec)
         if candidate in ENVIRONMENT.steered_off and name != candidate:
             why.append(f"switched off by JAXCAP_FLASH_ATTN_V{candidate[-1]}=0")
         reasons[candidate] = tuple(why)

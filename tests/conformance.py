@@ -82,8 +82,9 @@ def approximation(
 ) -> dict[str, np.ndarray]:
     """What a tanh of relative error `tanh_error` may change in a result, to first order.
 
-    lse: the sum of probability times error of the score, the errors of scores independent. Gradients of the
-    scores: 1 - tanh**2 is off by 2 tanh**2 times the error, so by at most twice the error of a derivative of 1.
+    lse: the sum of probability times error of the score, the errors of scores independent. Gradients of
+    the scores: 1 - tanh**2 is off by 2 tanh**2 times the error, so by at most twice the error of a
+    derivative of 1.
     """
     if not tanh_error or not work.softcap:
         return {}

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcap import selection
 from jaxcap.spec import Array, AttentionSpec, Gradients, Operands
@@ -64,6 +65,18 @@ class Recorder:
             return Gradients(**pullback((d_out, d_lse + used))[0])
 
         return self._kernel("backward", kernel)(operands, out, lse, d_out, d_lse)
+
+
+class Tabled(Recorder):
+    """Its calls read constant tables, as kernels read their schedules; `xla` itself has none."""
+
+    def _kernel(self, part: str, function: Callable) -> Callable:
+        def looked_up(operands, *arrays):
+            table = jnp.asarray(np.arange(operands.query.shape[1])[::-1].copy(), jnp.int32)
+            order = jnp.asarray(np.arange(table.size)[::-1].copy(), jnp.int32)[table]  # 0, 1, 2, ...
+            return function(operands._replace(query=operands.query[:, order]), *arrays)
+
+        return looked_up
 
 
 @contextlib.contextmanager

@@ -158,7 +158,7 @@ def varlen_bwd(
     """flash_attn_2_cuda.varlen_bwd"""
     assert p_dropout == 0.0 and gen_ is None and rng_state is None and zero_tensors is True
     assert isinstance(deterministic, bool) and alibi_slopes_ is None
-    assert softmax_lse.shape == (q.shape[1], q.shape[0])
+    assert softmax_lse.shape == (q.shape[1], q.shape[0]) and softmax_lse.is_contiguous()
     queries, keys = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     assert queries[-1] == q.shape[0] and keys[-1] == k.shape[0] and len(queries) == len(keys)
     for x in (dq_, dk_, dv_):

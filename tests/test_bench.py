@@ -120,21 +120,26 @@ def test_bad_words(words, match, capsys):
     assert match in capsys.readouterr().err
 
 
-def test_rounds_begin_with_another(monkeypatch):
-    """Who comes after a slow one has a cooler card: nobody may do so in every round."""
+def test_rounds_have_different_orders(monkeypatch):
+    """Who comes after a slow one finds a cooler card: nobody may do so in every round."""
     seen = []
 
     def runner(implementation, case, with_backward):
         def run(count):
             seen.append(implementation.name)
-            return 1.0
+            return 0.01
 
         return run
 
     monkeypatch.setattr("jaxcap.bench.measure._jax_runner", runner)
-    known = [Implementation(name, "jax", False, lambda *a: None) for name in "abc"]
-    list(measure(TINY, known, "forward", rounds=4))
-    assert "".join(seen) == "abc" + "abc" + "bca" + "cab" + "abc"
+    known = [Implementation(name, "jax", False, lambda *a: None) for name in "abcd"]
+    list(measure(TINY, known, "forward", rounds=6, burst_s=1.0))
+    timed = "".join(seen)[4:]  # after one call of each
+    rounds = [timed[:4], *("".join(timed[i : i + 8 : 2]) for i in range(4, len(timed), 8))]
+    assert all(sorted(order) == list("abcd") for order in rounds)
+    before_a = {order[order.index("a") - 1] for order in rounds if order[0] != "a"}
+    assert len(rounds) == 6
+    assert len(before_a) > 1
 
 
 def test_processes_take_turns(tmp_path):

@@ -146,11 +146,13 @@ def other_data(draw, case: cases.Case) -> cases.Case:
         for name, strategy in strategies.items()
         if getattr(case, name) is not None
     }
+    # Beside a sink of 0.6 caps, small scores have probabilities that 16 bits do not hold.
+    amplitudes = [None] if case.sinks else [None, None, 1.0]
     return dataclasses.replace(
         case,
         bias_hides=draw(st.sampled_from([0.0, 0.3])),
         mask_keeps=draw(st.sampled_from([0.1, 0.5, 0.9])),
-        amplitude=draw(st.sampled_from([None, None, 1.0])),
+        amplitude=draw(st.sampled_from(amplitudes)),
         **changes,
     )
 

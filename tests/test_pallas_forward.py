@@ -57,6 +57,7 @@ PROGRAMS = {
     "d128_plain": (sized(128, **PLAIN), 32),  # 666 TFLOP/s with it
     "d128_plain_full": (sized(128, **PLAIN, **FULL), 32),
     "d128_plain_1k": (sized(128, **PLAIN, **length(1024)), 32),
+    "d128_plain_window": (sized(128, **PLAIN, window=(4095, 0)), 0),
     "d192": (sized(192), 0),
     "d256": (sized(256), 0),
     "d256_plain": (sized(256, **PLAIN), 0),
@@ -390,8 +391,6 @@ def test_lowers_under_scan_and_remat():
 GPU_CONFIGS = {
     **{f"{k}": v for k, v in vars(config).items() if isinstance(v, config.ForwardConfig)},
     "turns_of_three": dataclasses.replace(config.SIZE_128, turns=True),
-    "cluster": dataclasses.replace(config.SIZE_128, cluster=2),
-    "cluster_persistent": dataclasses.replace(config.CAUSAL_128, cluster=2),
 }
 
 

@@ -106,11 +106,15 @@ def test_shard_map(check_vma):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")])
-def test_plain_jit_with_batch_or_heads_sharded(kind, spec):
+@pytest.mark.parametrize(
+    ("spec", "shape"),
+    [(P("x"), Q.shape), (P(None, None, "x"), Q.shape), (P("x"), (8, 2048, 8, 128))],
+    ids=["batch", "heads", "with a table of work"],
+)
+def test_plain_jit_with_batch_or_heads_sharded(kind, spec, shape):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
-    sharding = NamedSharding(mesh, spec)
-    arguments = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in (Q, KV, KV))
+    x = jax.ShapeDtypeStruct(shape, Q.dtype, sharding=NamedSharding(mesh, spec))
+    arguments = (x, x, x)
     lowered = jax.jit(gradient).trace(*arguments).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
     assert "all_gather" not in text

@@ -215,6 +215,17 @@ def test_forward_moves_nothing(kind):
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_a_backend_with_tables(kind):
+    """NumPy arrays that a kernel takes along are constants of what is partitioned."""
+    with fakes.registered(fakes.Tabled("tabled")):
+        mesh = mesh_of(kind, kind)
+        arrays = put(mesh, inputs(), specs("x", "y", "y"))
+        compiled = training("tabled").lower(arrays).compile()
+        assert moves(compiled) == {"all-reduce"}
+        same(compiled(arrays), wanted("xla"))
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_what_is_whole_is_cut(kind):
     """A batch that only the query has split; nothing is gathered."""
     mesh = mesh_of(kind, kind)

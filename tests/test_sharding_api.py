@@ -146,6 +146,20 @@ def test_mesh_of_the_arrays():
     place = NamedSharding(mesh_of(shape=(1, SIZE, 1)), P(None, "context"))
     arrays = [jax.device_put(x, place) for x in reordered(q, k, v)]
     same(restored(attend(*arrays, parallel())), want)
+    assert "ring over" in str(jaxcap.explain(*arrays, context_parallel=parallel()))
+
+
+def test_in_a_shard_map_over_another_axis():
+    """The batch is the user's own affair; the context axis is still automatic."""
+    mesh = mesh_of(shape=(2, SIZE, 1))
+    token = P("data")
+
+    def local(q, k, v):
+        return attend(q, k, v, parallel())
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=token, out_specs=token, axis_names={"data"})
+    got = plain.quick_jit(run)(*reordered(*qkv()))
+    same(restored(got), plain.quick_jit(attend)(*qkv()))
 
 
 def test_vmap():
@@ -156,7 +170,7 @@ def test_vmap():
     want = plain.quick_jit(run)(q, k, v)
     moved = [jaxcap.reorder_for_load_balance(x, SIZE, axis=2) for x in (q, k, v)]
     got = plain.quick_jit(jax.vmap(functools.partial(gradients, cp=cp, **options)))(*moved)
-    same([jaxcap.restore_order(x, SIZE, axis=2) for x in got], want)
+    same(tuple(jaxcap.restore_order(x, SIZE, axis=2) for x in got), want)
 
 
 def test_scan_and_remat():
@@ -259,20 +273,20 @@ def test_linen_layer():
         same(restored(attention.apply({}, *reordered(q, k, v), is_causal=True)), attend(q, k, v))
 
 
-@pytest.mark.parametrize("flax", ["nnx", "linen"])
-def test_a_decoding_module_is_made_without_it(flax):
-    mesh = mesh_of(shape=(1, SIZE, 1))
-    x = sharded.normal(1, 1, WIDTH)
-    with (
-        jax.set_mesh(mesh),
-        pytest.raises(ValueError, match="make the module that decodes without"),
-    ):
-        if flax == "nnx":
-            options = {"context_parallel": parallel(), "rngs": nnx.Rngs(0)}
-            jaxcap.nnx.MultiHeadAttention(HEADS, WIDTH, **options)(x, decode=True)
-        else:
-            module = jaxcap.linen.MultiHeadAttention(HEADS, context_parallel=parallel())
-            module.init(jax.random.key(0), x, decode=True)
+def decode_with_nnx(x):
+    options = {"context_parallel": parallel(), "rngs": nnx.Rngs(0)}
+    jaxcap.nnx.MultiHeadAttention(HEADS, WIDTH, **options)(x, decode=True)
+
+
+def decode_with_linen(x):
+    module = jaxcap.linen.MultiHeadAttention(HEADS, context_parallel=parallel())
+    module.init(jax.random.key(0), x, decode=True)
+
+
+@pytest.mark.parametrize("decode", [decode_with_nnx, decode_with_linen])
+def test_a_decoding_module_is_made_without_it(decode):
+    with pytest.raises(ValueError, match="make the module that decodes without it"):
+        decode(sharded.normal(1, 1, WIDTH))
 
 
 def test_attention_fn():

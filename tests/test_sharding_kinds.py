@@ -7,6 +7,7 @@ that every two of them meet somewhere. `make fuzz` runs them in many more combin
 import os
 
 import jax
+import numpy as np
 import pytest
 
 from tests import cases, sharded
@@ -107,4 +108,26 @@ def test_equals_one_device(case, setting, dtype):
     sharded.check(case, setting, dtype)
 
 
-THOUSANDS = os.environ.get("HYPOTHESIS_PROFILE") == "thousands"
+# ---- Random combinations ----
+
+RANDOM = 500 if os.environ.get("HYPOTHESIS_PROFILE") == "thousands" else 6
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", range(RANDOM))
+def test_random_combinations(seed):
+    """Any case in any setting; the lengths are multiples of all layouts."""
+    rng = np.random.default_rng(seed)
+
+    def pick(options):
+        return options[rng.integers(len(options))]
+
+    kind, dtype = pick(KINDS), pick(("float32", "bfloat16"))
+    sizes = {**SIZES, "ring": ((4,), (2,), (3,), (6,), (8,), (2, 2)), "all_gather": ((8,), (2, 3))}
+    setting = sharded.Setting(kind, pick(LAYOUTS), pick(sizes[kind]), pick(ROUTES), pick(BACKENDS))
+    chosen = pick([c for c in CASES if c.name != "everything"])
+    if RANDOM > 100:
+        chosen = pick(CASES)
+    sharded.check(
+        chosen, setting, dtype, residual=bool(rng.integers(2)), columns=pick([False, True])
+    )

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from jaxcap import selection  # noqa: E402
+from jaxcap.sharding.ring import Ring  # noqa: E402
 from jaxcap.spec import AttentionSpec  # noqa: E402
 
 BEGIN, END = "<!-- features: tools/feature_table.py -->", "<!-- /features -->"
@@ -68,6 +69,7 @@ FEATURES: dict[str, tuple[dict, tuple[str, ...]]] = {
     "dropout": ({"dropout_rate": 0.1}, INPUTS),
     "residual": ({"return_residual": True}, INPUTS),
     "deterministic gradients": ({"deterministic": True}, INPUTS),
+    "in a ring of devices": ({"context_parallel": Ring(("context",), 8, "zigzag")}, INPUTS),
     "on CPU": ({"platform": "cpu"}, INPUTS),
     "on sm80 (A100)": ({"platform": "sm80"}, INPUTS),
     "on sm90 (H100, H200)": ({"platform": "sm90"}, INPUTS),
@@ -78,9 +80,9 @@ FEATURES: dict[str, tuple[dict, tuple[str, ...]]] = {
 def cell(backend: selection.Backend, changes: dict, gradients: tuple[str, ...]) -> str:
     for softcap, suffix in ((CAP, ""), (None, ", no cap")):
         spec = BASE.replace(softcap=softcap, **changes)
-        if not backend.reasons(spec.replace(gradients=gradients)):
+        if not selection.reasons_of(backend, spec.replace(gradients=gradients)):
             return "yes" + suffix
-        if gradients and not backend.reasons(spec):
+        if gradients and not selection.reasons_of(backend, spec):
             return "forward" + suffix
     return "–"
 

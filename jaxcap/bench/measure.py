@@ -2,13 +2,15 @@
 
 A card at its power limit slows down under load, so figures taken one after the other do not compare:
 each round times every implementation once, in bursts, and the median over rounds counts. Who follows a
-slow one runs on a cooler card, so each round begins with another. The first burst after the pause of
-compilation is kept too (`first_ms`), since the clock is higher there.
+slow one finds a cooler card, so each round has another order, and a burst is preceded by half a burst that
+is not timed. The first burst after the pause of compilation, where the clock is higher, is kept too
+(`first_ms`).
 """
 
 import contextlib
 import dataclasses
 import pathlib
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -144,13 +146,14 @@ def measure(
         except Exception as error:  # whatever a peer raises is its row's text, not our end
             failed[implementation.name] = _short(error)
     times: dict[str, list[float]] = {name: [] for name in runners}
+    generator = random.Random(0)
     with turn(lock):
         counts = {name: max(3, min(200, int(burst_s / run(1)))) for name, run in runners.items()}
         for number in range(rounds):
-            first = number % max(1, len(runners))
-            order = [*runners][first:] + [*runners][:first]
-            for name in order:
+            for name in generator.sample(list(runners), len(runners)):
                 progress(f"{case.name} {passes}: round {number + 1} of {rounds}, {name}")
+                if number:
+                    runners[name](max(1, counts[name] // 2))
                 times[name].append(runners[name](counts[name]))
     for name, taken in times.items():
         seconds = statistics.median(taken)

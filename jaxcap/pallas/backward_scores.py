@@ -24,11 +24,11 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
 from jaxcap import dropout as philox
+from jaxcap.pallas.scores import tanh
 
 LOG2E = math.log2(math.e)
 WGMMA = plgpu.Layout.WGMMA
 F32 = jnp.float32
-LARGE_CAP = 100.0  # from here on tanh.approx's error in a score (2**-11 of it) is too large
 
 
 def boost(dtype: Any) -> int:
@@ -168,15 +168,6 @@ def _drop3(x: ir.Value) -> ir.Value:
     return arith.ori(high, arith.andi(x, _n(7)))
 
 
-def _tanh(x: ir.Value, cap: float) -> ir.Value:
-    """One special-function operation, relative error 2**-11; two where the cap is large."""
-    if cap <= LARGE_CAP:
-        return _asm(_f32(), [x], "tanh.approx.f32 $0, $1;", "=f,f")
-    e = _asm(_f32(), [arith.mulf(x, _k(2 * LOG2E))], "ex2.approx.ftz.f32 $0, $1;", "=f,f")
-    r = _asm(_f32(), [arith.addf(e, _k(1.0))], "rcp.approx.ftz.f32 $0, $1;", "=f,f")
-    return mlir_math.fma(r, _k(-2.0), _k(1.0))
-
-
 class _Dropout:
     """Which entries survive; `place`: int32 [8] in memory, see `backward.dropout_places`."""
 
@@ -282,7 +273,7 @@ def probabilities(
         def one(m, j, h, e, nl, qs, qp):
             x = _at(regs[m, j, h], e)
             if capped:
-                t = _tanh(arith.mulf(x, _k(c1)), cap)
+                t = tanh(arith.mulf(x, _k(c1)), cap)
                 a = mlir_math.fma(t, _k(c2), _at(nl, e))
             else:
                 a = mlir_math.fma(x, _k(c1), _at(nl, e))

@@ -26,7 +26,6 @@ class ForwardConfig:
     exp_fma: tuple[int, int] | None = None  # a of every b exp2 on the multiply-add pipe
     exp_degree: int = 3
     persistent: bool = False  # one CTA a multiprocessor takes many tiles; needs room for two of Q
-    cluster: int = 1  # query heads of a group, a CTA each, that load their K and V together
     registers: tuple[int, int] | None = None  # a thread, consumers and producer
 
     @property
@@ -39,7 +38,8 @@ class ForwardConfig:
         return self.registers or split[self.warpgroups]
 
 
-# Head size 256, causal 8k: this 776 / 715; e13 768 / 710; keys 80 772 / 705 with spills.
+# Head size 256, causal 8k: this 776 / 715; e13 768 / 710; keys 80 772 / 705 with spills. Without a cap
+# 782 / 683 (FlashAttention 3: 775 / 673), with the maximum of every tile 713 / 623.
 WIDE = ForwardConfig(2, 64, 2, 2, turns=True)
 # 192, causal 8k: this 719 / 686; w2 96 t 734 / 677 with a spill of 24 bytes; w2 80 t e13 713 / 659.
 SIZE_192 = ForwardConfig(2, 80, 2, 2, turns=True)
@@ -56,7 +56,8 @@ CAUSAL_128_1K = ForwardConfig(2, 64, 4, 4, persistent=True)
 # without p 783 / 681; w2 128 t 774 / 687, causal with p 786 / 692; w2 112 t 751 / 678; w2 96 t 665 / 597.
 # Window of 4096 without p: 758 / 661. With the maximum of every tile: 662 / 604, window 602 / 539.
 UNCAPPED_128 = dataclasses.replace(SIZE_128, persistent=True)
-# The same, causal 16 x 1k: this 550 / 479 (FlashAttention 3 497 / 448); w2 64 p 530 / 457; w3 64 p 503 / 456.
+# The same, causal 16 x 1k: with two heads of a group in a block, which changes little, this 550 / 479
+# (FlashAttention 3: 497 / 448); w2 64 p 530 / 457; w3 64 p 503 / 456.
 UNCAPPED_128_1K = ForwardConfig(2, 128, 2, 2, turns=True, persistent=True)
 # 96, causal 8k: this 527 / 488; without p 516 / 483; w3 80 e12 p 526 / 491.
 SIZE_96 = ForwardConfig(3, 64, 4, 4, exp_fma=(1, 2), persistent=True)

@@ -16,7 +16,6 @@ chunk arrives on them, every consumer waits for every completion. Named barriers
 belong to Mosaic GPU), 128 * (W + 1) threads each, but turns with 256:
   FREE + s          K slot s is read:  the consumers arrive once a use, the producer syncs before
   FREE + stages + s V slot s is read:  every use but a slot's first
-                    (clusters: mbarriers instead, a warpgroup arrives on those of both CTAs)
   W + 2 + w         (turns) warpgroup w syncs before it issues its products, the one before it arrives
                     after it issued its own; the last arrives on W + 2 once at the start, 0 syncs at the end
   Q_FREE + s        (persistent) Q slot s is read: the consumers arrive in the tile after, the
@@ -207,18 +206,15 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
     wq, wv = chunk_width(H), chunk_width(V)
     cq, cv = -(-H // wq), -(-V // wv)
     share = (cq, wq) == (cv, wv)  # O is staged where Q was
-    # CTAs of a cluster: heads of one group at the same queries, so that all need the same K and V.
-    pair = config.cluster if N // K % config.cluster == 0 and not tabled else 1
-    lists = B * N // pair
-    heads = next(g for g in range(min(8 // pair, lists), 0, -1) if lists % g == 0)
+    heads = next(g for g in range(min(8, B * N), 0, -1) if B * N % g == 0)
     place_of = functools.partial(
         schedule.coordinates,
         q_tiles=grid.q_tiles,
         heads=heads,
         heavy_first=grid.high is not None and grid.low is None,
     )
-    total = lists * grid.q_tiles
-    workers = multiprocessors() // pair
+    total = B * N * grid.q_tiles
+    workers = multiprocessors()
     persistent = config.persistent and share and not dynamic and not tabled
     persistent = persistent and workers < total <= MOST_TILES
     if persistent:
@@ -233,9 +229,8 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
         given = {name: refs.pop(0) for name in names}
         out, lse, qs, ks, vs, *rest = refs
         os = qs if share else rest.pop(0)
-        q_full, k_full, v_full, *free = rest
+        q_full, k_full, v_full = rest
         wg, cta = lax.axis_index("wg"), lax.axis_index("x")
-        rank = lax.axis_index("pair") if pair > 1 else I32(0)
         none = wg * 0  # a zero that is no constant: slices may reach past the end of an array
         k_slot, v_slot = (functools.partial(slot_of, slots=n) for n in stages)
         extras = Extras(
@@ -260,7 +255,6 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                 div = lambda x, y: lax.div(x, I32(y))
                 rem = lambda x, y: lax.rem(x, I32(y))
                 bh, self.i = place_of(index, div=div, rem=rem)
-                bh = bh * pair + rank
                 self.b, self.h = div(bh, N), rem(bh, N)
                 self.q_first = self.i * rows
                 self.q_stop = given["query_lengths"][self.b] if "query_lengths" in given else T
@@ -295,14 +289,8 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
         @pl.when(wg < W)
         def consumer():
             plgpu.set_max_registers(config.register_split[0], action="increase")
-            if pair > 1:
-                free_k = lambda n: plgpu.barrier_arrive(free[0].at[k_slot(n)])
-                free_v = lambda n: plgpu.barrier_arrive(free[1].at[v_slot(n)])
-            else:
-                free_k = lambda n: ins.named_barrier("arrive", FREE + k_slot(n), threads)
-                free_v = lambda n: ins.named_barrier(
-                    "arrive", FREE + stages[0] + v_slot(n), threads
-                )
+            free_k = lambda n: ins.named_barrier("arrive", FREE + k_slot(n), threads)
+            free_v = lambda n: ins.named_barrier("arrive", FREE + stages[0] + v_slot(n), threads)
             my_turn = your_turn = lambda: None
             if config.turns:
                 after = lax.rem(wg + 1, I32(W))
@@ -461,30 +449,17 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                         (k, ks, k_full, k_slot(m), stages[0], FREE, cq, wq),
                         (v, vs, v_full, v_slot(m), stages[1], FREE + stages[0], cv, wv),
                     ):
-                        if pair > 1:
-                            wait = functools.partial(plgpu.barrier_wait, free[x is v].at[slot])
-                        else:
-                            wait = functools.partial(
-                                ins.named_barrier, "sync", base + slot, threads
-                            )
+                        wait = functools.partial(ins.named_barrier, "sync", base + slot, threads)
                         pl.when(m >= most)(wait)
                         for c in range(chunks):
                             at = x.at[
                                 work.b, pl.ds(first, keys), hk, pl.ds(none + c * width, width)
                             ]
-                            plgpu.copy_gmem_to_smem(
-                                at,
-                                smem.at[slot, c],
-                                full.at[slot],
-                                collective_axes="pair" if pair > 1 else None,
-                            )
+                            plgpu.copy_gmem_to_smem(at, smem.at[slot, c], full.at[slot])
 
                 return used + work.steps.count
 
             for_each_tile(tile, I32(0))
-
-        if pair > 1:  # the others may still write to this CTA's shared memory and barriers
-            ins.cluster_barrier()
 
     def dead_key(row, first_key, first, stop, batch, *live):
         """Whether nobody attends the key in a row of a tile of V."""
@@ -495,9 +470,6 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
             value = sc.load(live[0], sc.row_of(live[0], batch.registers[()]), sc.clipped(key, S))
             dead = arith.ori(dead, sc.compare(value, "eq", arith.constant(value.type, 0)))
         return dead
-
-    def shared_by_pair(slots):
-        return plgpu.ClusterBarrier(collective_axes=("pair",), num_arrivals=W, num_barriers=slots)
 
     def buffer(*shape):
         return plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(2 * shape[-1]),))
@@ -510,8 +482,6 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
         ],
         grid=(workers if persistent else total,),
         grid_names=("x",),
-        cluster=(pair,) if pair > 1 else (),
-        cluster_names=("pair",) if pair > 1 else (),
         num_threads=W + 1,
         thread_name="wg",
         scratch_types=[
@@ -522,7 +492,6 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
             plgpu.Barrier(num_arrivals=cq, num_barriers=q_slots),
             plgpu.Barrier(num_arrivals=cq, num_barriers=stages[0]),
             plgpu.Barrier(num_arrivals=cv, num_barriers=stages[1]),
-            *(shared_by_pair(n) for n in stages if pair > 1),
         ],
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0

@@ -286,16 +286,6 @@ def named_barrier(op: str, ident: Any, threads: int) -> None:
     inline(body, [] if isinstance(ident, int) else [scalar(ident)])
 
 
-def cluster_barrier() -> None:
-    """Waits for every thread of every CTA of the cluster."""
-
-    def body(ctx):
-        del ctx
-        asm(void(), [], "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;", "", True)
-
-    inline(body, [])
-
-
 def when(condition: Any) -> Callable:
     return pl.when(condition)
 

@@ -99,8 +99,9 @@ class Plan:
         return self.query_runs(0)[0].stride != self.key_runs(0)[0].stride
 
     def _most_bands(self) -> int:
-        found = [self._known_bands(a, b, range(self.hops)) for a, b in self._pairs()]
-        return max(len([x for x in bands if x not in (None, (None, None))]) for bands in found)
+        every = range(self.hops)
+        found = [set(self._known_bands(a, b, every)) for a, b in self._pairs()]
+        return max(len(some - {None, (None, None)}) for some in found)
 
     def _pairs(self) -> list[tuple[int, int]]:
         queries, keys = self.counts

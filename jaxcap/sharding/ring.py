@@ -5,7 +5,7 @@ partial sums; in the backward the gradients of keys and values travel behind the
 come home in the end. Memory is that of two shards.
 
 - The transfer for hop n + 1 needs nothing of hop n, and no hop needs the sum that the hop before it
-  goes into: only the one before that, or else the compiler would be free to keep all parts.
+  goes into: only an earlier one, or else the compiler would be free to keep all parts.
 - Hops that no device has a use for (outside a window) are not made, nor the transfers for them.
 - Up to `UNROLLED` hops are written out, more of them in a loop.
 
@@ -67,13 +67,15 @@ def stretches(hops: list[int]) -> list[tuple[int, int]]:
 class Accumulator:
     """Sums of parts by run of the queries.
 
-    Where a cap bounds the scores, all are relative to one constant and simply add up.
+    Where a cap bounds the scores, all are relative to one constant and simply add up; not in float32,
+    whose values nothing bounds.
     """
 
     def __init__(self, shard: Shard, size: int):
         spec = shard.plan.spec
         whole = spec.replace(key_length=spec.key_length * size)
-        bound = softcap.bounded_shift(whole, "float32")
+        narrow = spec.dtype in ("bfloat16", "float16")
+        bound = softcap.bounded_shift(whole, "float32") if narrow else None
         self.top = None if bound is None else merge.shift_to_top(bound)
         self.join = merge.add if bound is None else merge.add_bounded
         self.shard = shard
@@ -140,7 +142,8 @@ class Ring(Local):
             coming = self._shift(keys, by) if after else None
             source = rank if hop == 0 else (rank - hop) % self.size
             riding, now, done = step(members, source, keys, riding, carry)
-            keys = _after(coming, done, carry) if after else None
+            # Every other time, so that two parts are added to the sums at once.
+            keys = _after(coming, done, carry if hop % 2 else None) if after else None
             return keys, self._shift(riding, by if after else -hop), now
 
         for first, count in stretches(hops):

@@ -166,6 +166,7 @@ def _called(run: Callable, backend: Any, decision: selection.Decision, part: str
     def piece(operands: Operands, *arrays: Array | None) -> Any:
         return run(decision, part, operands)(operands, *arrays)
 
+    piece.__name__ = piece.__qualname__ = f"hop_{part}"  # in profiles
     return jax.jit(piece)
 
 

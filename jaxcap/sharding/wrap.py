@@ -17,9 +17,10 @@ from jaxcap.spec import Array, AttentionSpec, Operands
 class Wrapped:
     """A call resolved on a mesh: what each device does, and how arrays are split for it."""
 
-    def __init__(self, spec: AttentionSpec, operands: Operands | None = None):
+    def __init__(self, spec: AttentionSpec, operands: Operands | None = None, arrays: Any = ()):
         cp: ContextParallel = spec.context_parallel
-        arrays = () if operands is None else jax.tree.leaves(operands)
+        if operands is not None:
+            arrays = jax.tree.leaves(operands)
         self.mesh = mesh = cp.resolved_mesh(*arrays)
         self.cp = cp
         if taken_axes := [a for a in cp.axes if a in getattr(mesh, "manual_axes", ())]:
@@ -126,7 +127,8 @@ class Wrapped:
         batch, context, head = axes
         named = {*self.cp.axes, *self.batch, *([self.heads] if self.heads else [])}
         # XLA does not tell a backend's partitioning rule of axes of size 1: they are no one's.
-        named |= {axis for axis, size in mesh.shape.items() if size == 1}
+        manual = getattr(mesh, "manual_axes", ())
+        named |= {a for a, size in mesh.shape.items() if size == 1 and a not in manual}
         run = jax.shard_map(
             body,
             mesh=mesh,

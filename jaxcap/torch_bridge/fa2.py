@@ -139,21 +139,17 @@ class FlashAttention2(Provider):
         # The same, packed, with cu_seqlens_q, cu_seqlens_k before alibi_slopes, max_seqlen_q,
         # max_seqlen_k after, and zero_tensors after softmax_scale; lse [N, B * T].
         packed = [x.flatten(0, 1) for x in (d_out, q, k, v, out)]
+        # Contiguous: flattening one query an entry gives a view in another order.
+        rows = lse.transpose(0, 1).flatten(1).contiguous()
+        grads = [x.flatten(0, 1) for x in (dq, dk, dv)]
+        lengths = (cu_seqlens_q, cu_seqlens_k, slopes, q.shape[1], k.shape[1])
         library.varlen_bwd(
-            *(*packed, lse.transpose(0, 1).flatten(1), *(x.flatten(0, 1) for x in (dq, dk, dv))),
-            *(
-                cu_seqlens_q,
-                cu_seqlens_k,
-                slopes,
-                q.shape[1],
-                k.shape[1],
-                0.0,
-                call.scale,
-                True,
-                *window,
-            ),
+            *(*packed, rows, *grads, *lengths, 0.0, call.scale, True, *window),
             *(call.softcap, call.deterministic, None, None),
         )
+        for x, grad in zip((dq, dk, dv), grads, strict=True):
+            if grad.data_ptr() != x.data_ptr():  # part of a sequence cannot be flattened in place
+                x.copy_(grad.unflatten(0, x.shape[:2]))
 
 
 def _as_it_decodes(out: Any, k: Any) -> Any:

@@ -46,6 +46,7 @@ def missing() -> str | None:
     return None
 
 
+@functools.cache  # programs that differ around a kernel share it
 def load(module: bytes, device: int) -> Callable[[int, ctypes.Array], None]:
     """`launch(stream, addresses)` of a kernel on a device; it stays loaded as long as the process."""
     library = _plugin()
