@@ -49,8 +49,9 @@ def varlen_attention(
 
     Sequence i holds the queries `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]` and the keys likewise; tokens
     before the first or past the last bound are padding. **Causality is bottom-right aligned in each sequence,
-    -1 in a window is unbounded, as in FlashAttention.** Nothing is read back to the host: the bounds may
-    change between replays of a CUDA graph.
+    -1 in a window is unbounded, as in FlashAttention.** Nothing is read back to the host. A call
+    that runs directly can be captured in a CUDA graph, and its bounds may change between replays; long inputs
+    (where `[total_q, total_k]` bytes are more than twice the largest tensor) go through JAX, which cannot.
 
     Args:
       q: `[total_q, N, H]`.
