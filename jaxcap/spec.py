@@ -106,6 +106,8 @@ class AttentionSpec:
     # whether output and gradients should be in the accumulator's dtype, for they will be summed.
     position_offset: int = 0
     partial: bool = False
+    # Whether transfers hold some multiprocessors meanwhile: blocks may not wait for one of their own.
+    beside_transfers: bool = False
     context_parallel: Any = None  # hashable; None on one device or where XLA partitions
 
     @property

@@ -78,6 +78,7 @@ PROGRAMS = {
     "d40_248": (sized(40, 248), 64),
     "d200_16": (sized(200, 16), 64),
     "decode": (sized(128, **length(1, 4097), **FULL), 64),
+    "beside_transfers": (sized(128, beside_transfers=True), 8),
     "t100": (sized(128, **length(100, 77)), 64),
     "t1000_bottom_right": (sized(128, **length(1000, 777), causal_alignment="bottom_right"), 64),
 }
@@ -340,6 +341,17 @@ def test_work_table_gives_every_tile_once_and_evenly():
     assert sorted(np.concatenate(lists)) == list(range(1000))
     loads = [costs[x].sum() for x in lists]
     assert max(loads) - min(loads) <= costs.max()
+
+
+def test_no_table_of_work_beside_transfers():
+    """A block that waits for a multiprocessor that a transfer holds would keep its share waiting."""
+
+    def tables(spec):
+        traced = jax.make_jaxpr(lambda x: BACKEND.forward(spec, x))(operand_shapes(spec))
+        return [x.shape for x in traced.consts if x.ndim == 2]
+
+    assert tables(BASE)
+    assert not tables(BASE.replace(beside_transfers=True))
 
 
 def test_coordinates_are_a_permutation():

@@ -216,7 +216,7 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
     total = B * N * grid.q_tiles
     workers = multiprocessors()
     persistent = config.persistent and share and not dynamic and not tabled
-    persistent = persistent and workers < total <= MOST_TILES
+    persistent = persistent and workers < total <= MOST_TILES and not spec.beside_transfers
     if persistent:
         _, i = place_of(np.arange(total), div=np.floor_divide, rem=np.remainder)
         costs = schedule.band_steps(grid, None, i, 0, T, S).count + schedule.OVERHEAD

@@ -46,7 +46,9 @@ class Shard:
         return pieces.operands_of(self.plan, piece, self.operands, self.rank, keys, source)
 
     def asked(self, piece: Piece) -> AttentionSpec:
-        return spec_of(self.plan, piece).replace(partial=self.wide)
+        return spec_of(self.plan, piece).replace(
+            partial=self.wide, beside_transfers=len(self.plan.active_hops) > 1
+        )
 
     def _run(self, spec: AttentionSpec, part: str) -> Callable:
         decision = dataclasses.replace(self.decision, spec=spec)
