@@ -73,7 +73,9 @@ class Tabled(Recorder):
     def _kernel(self, part: str, function: Callable) -> Callable:
         def looked_up(operands, *arrays):
             table = jnp.asarray(np.arange(operands.query.shape[1])[::-1].copy(), jnp.int32)
-            order = jnp.asarray(np.arange(table.size)[::-1].copy(), jnp.int32)[table]  # 0, 1, 2, ...
+            order = jnp.asarray(np.arange(table.size)[::-1].copy(), jnp.int32)[
+                table
+            ]  # 0, 1, 2, ...
             return function(operands._replace(query=operands.query[:, order]), *arrays)
 
         return looked_up
