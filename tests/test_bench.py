@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -106,12 +107,24 @@ def test_command(tmp_path, capsys):
     assert picture.stat().st_size > 1000
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the default cases are for a GPU")
+def test_without_a_gpu_it_asks_for_a_shape(capsys):
+    assert run() == 2
+    assert "give a shape" in capsys.readouterr().err
+
+
+def test_small_speeds_have_digits():
+    rows = [Row("c", "x", "forward", 1.0, 1.0, x) for x in (0.0123, 45.6)]
+    assert "0.012" in report.table(rows[:1], "forward")
+    assert "| 46 |" in report.table(rows[1:], "forward")
+
+
 @pytest.mark.parametrize(
     ("words", "match"),
     [
         (["--cases", "d999"], "--cases: no d999"),
         (["--q", "1,2"], "--q must be B,T,N,H"),
-        (["--implementations", "nothing"], "none begins with nothing"),
+        (["--q", "1,8,2,8", "--implementations", "nothing"], "none begins with nothing"),
         (["--passes", "sideways", "--cases", "d64_causal_8k"], "--passes: no sideways"),
     ],
 )

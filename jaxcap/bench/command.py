@@ -6,6 +6,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+import jax
+
 from jaxcap.bench import report
 from jaxcap.bench.cases import CASES, Case
 from jaxcap.bench.implementations import Implementation, available
@@ -35,6 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _cases(args: argparse.Namespace) -> list[Case]:
     if args.q is None:
+        if args.cases is None and jax.default_backend() == "cpu":
+            raise ValueError(
+                "the cases are for a GPU and there is none; give a shape, --q 1,1024,4,64"
+            )
         names = list(CASES) if args.cases is None else args.cases.split(",")
         if unknown := [name for name in names if name not in CASES]:
             raise ValueError(f"--cases: no {', '.join(unknown)}; there are {', '.join(CASES)}")
@@ -76,7 +82,8 @@ def _implementations(args: argparse.Namespace) -> list[Implementation]:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        cases, implementations = _cases(args), _implementations(args)
+        cases = [] if args.merge else _cases(args)
+        implementations = _implementations(args)
         merged = [row for path in args.merge or () for row in report.read(path)]
         passes = args.passes.split(",")
         if unknown := [name for name in passes if name not in PASSES]:
@@ -91,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
     command = shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])
     rows: list[Row] = merged
-    for case in () if merged else cases:
+    for case in cases:
         for name in passes:
             rows += measure(
                 case,

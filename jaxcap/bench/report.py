@@ -28,6 +28,11 @@ def versions() -> dict[str, str]:
     return found
 
 
+def _short(tflops: float) -> str:
+    """Whole above 10, two digits below: a CPU's are hundredths."""
+    return f"{tflops:.0f}" if tflops >= 10 else f"{tflops:.2g}"
+
+
 def table(rows: Sequence[Row], passes: str) -> str:
     """TFLOP/s, a line a case and a column an implementation, in Markdown."""
     rows = [row for row in rows if row.passes == passes]
@@ -38,7 +43,7 @@ def table(rows: Sequence[Row], passes: str) -> str:
         cells = []
         for name in names:
             row = found.get((case, name))
-            cells.append("–" if row is None or row.tflops is None else f"{row.tflops:.0f}")
+            cells.append("–" if row is None or row.tflops is None else _short(row.tflops))
         lines.append(f"| {case} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
