@@ -196,14 +196,28 @@ def test_padding():
     assert [sharding.length_multiple(4, b) for b in LOAD_BALANCES] == [4, 8, 4]
 
 
+def test_numpy_integers():
+    four = np.int64(4)
+    assert jaxcap.pad_to_multiple(np.ones((1, 13)), four).shape == (1, 16)
+    assert sharding.length_multiple(four) == 8
+    assert list(sharding.positions(np.int32(16), four)) == list(sharding.positions(16, 4))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: jaxcap.pad_to_multiple(np.ones(3), 0, axis=0), "multiple must be a positive int"),
         (lambda: jaxcap.reorder_for_load_balance(np.ones((1, 6)), 4), "axis 1 of x has length 6"),
-        (lambda: jaxcap.reorder_for_load_balance(np.ones(8), 2), "axis 1 is none of an array"),
+        (lambda: jaxcap.reorder_for_load_balance(np.ones(8), 2), "axis must be one of an array"),
         (lambda: jaxcap.restore_order(np.ones((1, 8)), 0), "size must be the number of devices"),
         (lambda: jaxcap.restore_order(np.ones((1, 8)), 2, "spiral"), "load_balance must be one of"),
+        (lambda: jaxcap.restore_order(np.ones((1, 8)), True), "size must be the number .*got True"),
+        (lambda: jaxcap.pad_to_multiple(np.ones(3), 4), r"axis must be one of .*\[3\], got 1"),
+        (lambda: jaxcap.pad_to_multiple(np.ones(3), 4, axis="t"), "axis must be one of .*got 't'"),
+        (lambda: sharding.length_multiple("4"), "size must be the number of devices, .*got '4'"),
+        (lambda: sharding.length_multiple(0), "size must be the number of devices, .*got 0"),
+        (lambda: sharding.positions(0, 4), "length must be a positive int, got 0"),
+        (lambda: sharding.positions(16.0, 4), "length must be a positive int, got 16.0"),
     ],
 )
 def test_bad_layouts(call, message):

@@ -189,7 +189,7 @@ def test_masks_that_are_more_than_causality_and_a_window_are_written_out():
     causal = masking_utils.causal_mask_function
     sliding = masking_utils.sliding_window_causal_mask_function(3)
     assert mask(causal) is None
-    assert mask(sliding, local_size=3, config=config) is None
+    assert mask(sliding, local_size=3, config=config).shape == (1, 0, 3)
     chunked = masking_utils.chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int32))
     config.attention_chunk_size = 3
     written = mask(chunked, local_size=3, config=config)
@@ -201,3 +201,31 @@ def test_masks_that_are_more_than_causality_and_a_window_are_written_out():
     assert mask(causal, q_offset=torch.tensor(0)).shape == (1, 1, 8, 8)
     padding = torch.tensor([[False, True, True, True, True, True, True, True]])
     assert mask(causal, attention_mask=padding).shape == (1, 8)
+    config.attention_chunk_size = None
+    windowed = mask(sliding, attention_mask=padding, local_size=3, config=config)
+    assert windowed.shape == (1, 8, 3) and windowed.stride(2) == 0
+
+
+@pytest.mark.parametrize("padding", ["no padding", "left"])
+def test_a_window_that_the_module_keeps_to_itself_is_in_the_mask(padding):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 97}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.AutoConfig.for_model(
+        "phimoe", sliding_window=4, max_position_embeddings=64, **sizes, **heads, **special
+    )
+    torch.manual_seed(0)
+    net = transformers.AutoModelForCausalLM.from_config(config).eval()
+    mask = MASKS[padding]
+    keep = torch.ones_like(tokens()) if mask is None else mask
+    found = {}
+    for name in ("eager", "jaxcap"):
+        net.set_attn_implementation(name)
+        with torch.no_grad():
+            logits = net(tokens(), attention_mask=mask).logits[keep.bool()]
+            cached = net.generate(
+                tokens(), attention_mask=keep, max_new_tokens=3, min_new_tokens=3, do_sample=False
+            )
+        found[name] = logits, cached
+    torch.testing.assert_close(found["jaxcap"][0], found["eager"][0], rtol=1e-4, atol=1e-4)
+    assert torch.equal(found["jaxcap"][1], found["eager"][1])

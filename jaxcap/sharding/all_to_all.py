@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcap.partitioning import varying_axes
+from jaxcap.partitioning import vary, varying_axes
 from jaxcap.placement import add_up
 from jaxcap.sharding.layout import LoadBalance, reorder_for_load_balance, restore_order
 from jaxcap.spec import Array, AttentionSpec, Operands
@@ -40,6 +40,15 @@ def refusal(spec: AttentionSpec, size: int) -> str | None:
     return None
 
 
+def split_rows(spec: AttentionSpec, rows: int) -> bool:
+    """Whether `rows` of a bias or mask are the shard's, of a call on a shard.
+
+    Where a shard is one query a row may be its own or everyone's. Its own it is then: gathered, a row
+    of everyone is P equal ones, of which the gradients add up.
+    """
+    return rows > 1 or spec.query_length == 1
+
+
 def exchanged(spec: AttentionSpec, size: int) -> AttentionSpec:
     """The call in between, of a call on a shard."""
 
@@ -47,7 +56,8 @@ def exchanged(spec: AttentionSpec, size: int) -> AttentionSpec:
         if shape is None:
             return None
         batch, count, rows, columns = shape
-        return batch, max(1, count // size), rows * size if rows > 1 else 1, columns
+        split = split_rows(spec, rows)
+        return batch, max(1, count // size), rows * size if split else 1, columns
 
     return spec.replace(
         query_length=spec.query_length * size,
@@ -76,6 +86,11 @@ def _repeated_bwd(times, axis, _, g):
 
 
 repeated.defvjp(_repeated_fwd, _repeated_bwd)
+
+
+def over(x: Array, axes: Axes) -> Array:
+    """`x` as one that may differ between devices along `axes`, which shard_map may track."""
+    return vary(x, varying_axes(jax.lax.axis_index(axes)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -166,12 +181,16 @@ class Exchange:
         """Of a bias or mask [B or 1, N or 1, T / P or 1, S or 1] the heads, all rows."""
         if x is None:
             return None
-        if x.shape[2] == 1:
-            x = self._heads(x)
-        elif x.shape[1] == 1:
+        if not split_rows(self.spec, x.shape[2]):
+            return self._restored_tile(self._heads(x))
+        x = over(x, self.axes)
+        if x.shape[1] == 1:
             x = gathered(x, self.axes, 2) if jnp.issubdtype(x.dtype, jnp.floating) else self._all(x)
         else:
             x = self._swap(x, 1, 2)
+        return self._restored_tile(x)
+
+    def _restored_tile(self, x: Array) -> Array:
         for axis in (2, 3):
             if x.shape[axis] != 1:
                 x = self._restored(x, axis)
@@ -219,8 +238,6 @@ def attend(
     """(out, lse) of a shard, by `inner(spec, operands)` on all of the sequence and some heads."""
     if size == 1:
         return inner(spec, operands)
-    if why := refusal(spec, size):
-        raise ValueError(f"{why}; use kind='ring' or kind='all_gather'")
     exchange = Exchange(axes, size, load_balance, spec)
     given: Any = exchange.inside(operands)
     return exchange.outside(*inner(exchanged(spec, size), given))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcap.arguments import four
-from jaxcap.sharding.all_to_all import gathered, taken
+from jaxcap.sharding.all_to_all import gathered, over, taken
 from jaxcap.spec import Array
 
 
@@ -23,8 +23,12 @@ def own_rows(
     Its rows may be the shard's (T / P) or all (T), its columns all (S) or, with all rows or none, the
     shard's (S / P). `wanted` are the shard's B, N, T / P and S / P.
 
+    Where a shard is one key a column may be its own or everyone's. With the shard's rows it is
+    everyone's; else its own: gathered, a column of everyone is P equal ones.
+
     Raises:
-      ValueError: any other shape.
+      ValueError: any other shape; one entry where a shard is one query and one key, which may be the
+        shard's row, its column or everyone's.
     """
     array = jnp.asarray(x)
     batch, heads, rows, columns = wanted
@@ -41,8 +45,14 @@ def own_rows(
         )
     if size == 1:
         return array
+    if t == s == rows == columns == 1:
+        raise ValueError(
+            f"{name} of one row and one column on a shard of one query and one key may be the"
+            f" shard's row, its column or the same on all: pass all {size} columns"
+        )
     floating = jnp.issubdtype(array.dtype, jnp.floating)
-    if s == columns > 1:
+    if s == columns and (s > 1 or t in (1, rows * size)):
+        array = over(array, axes)
         if t == 1:
             if floating:
                 return gathered(array, axes, 3)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxcap.sharding import all_to_all
 from jaxcap.sharding.layout import LoadBalance, check_length, check_load_balance, positions
@@ -29,6 +30,29 @@ def names_of(name: str, axes: Any) -> tuple[str, ...]:
     if len(set(found)) != len(found):
         raise ValueError(f"{name} names an axis twice: {axes!r}")
     return tuple(found)
+
+
+def check_axes(
+    name: str, axes: tuple[str, ...], batch_axes: Any, head_axis: Any
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of `batch_axes` and of `head_axis`; all differ from each other and from `axes`.
+
+    Raises:
+      ValueError, TypeError: they do not, or are no names; `name` is what `axes` came as.
+    """
+    batch = names_of("batch_axes", batch_axes)
+    head = () if head_axis is None else names_of("head_axis", head_axis)
+    if not isinstance(head_axis, str | None):
+        raise ValueError(f"head_axis must be one mesh axis, a string, or None, got {head_axis!r}")
+    if not axes:
+        raise ValueError(f"{name} must name at least one mesh axis, got {axes!r}")
+    every = axes + batch + head
+    if len(set(every)) != len(every):
+        raise ValueError(
+            f"{name} {axes!r}, batch_axes {batch_axes!r} and head_axis {head_axis!r} must be"
+            " different mesh axes"
+        )
+    return batch, head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,18 +95,9 @@ class ContextParallel:
             raise ValueError(f"kind must be one of {KINDS}, got {self.kind!r}")
         check_load_balance(self.load_balance)
         axes = names_of("axis", self.axis)
-        batch = names_of("batch_axes", self.batch_axes)
-        head = () if self.head_axis is None else names_of("head_axis", self.head_axis)
-        if not axes:
-            raise ValueError("axis must name at least one mesh axis")
-        if len(head) > 1:
-            raise ValueError(f"head_axis must be one mesh axis, got {self.head_axis!r}")
-        every = axes + batch + head
-        if len(set(every)) != len(every):
-            raise ValueError(
-                f"axis {self.axis!r}, batch_axes {self.batch_axes!r} and head_axis"
-                f" {self.head_axis!r} must be different mesh axes"
-            )
+        batch, _ = check_axes("axis", axes, self.batch_axes, self.head_axis)
+        if not isinstance(self.mesh, Mesh | AbstractMesh | None):
+            raise TypeError(f"mesh must be a jax.sharding.Mesh or None, got {self.mesh!r}")
         if self.kind == "hybrid" and len(axes) != 2:
             raise ValueError(
                 "kind='hybrid' needs two axes, axis=(ring axis, all-to-all axis), got"
@@ -101,7 +116,7 @@ class ContextParallel:
         """The mesh of the call.
 
         Raises:
-          ValueError: there is none, or it lacks an axis.
+          ValueError: there is none, it lacks an axis, or it is not `mesh` if that is given.
         """
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty and self.mesh is not None:
@@ -122,6 +137,9 @@ class ContextParallel:
                 f"context_parallel's mesh {dict(self.mesh.shape)} is not the mesh in use,"
                 f" {dict(mesh.shape)}"
             )
+        if isinstance(self.mesh, Mesh) and self.mesh.abstract_mesh == mesh:
+            self._check_devices()
+            mesh = self.mesh  # in a jit JAX compares its devices with those in use
         head = () if self.head_axis is None else (self.head_axis,)
         for name in (*self.axes, *self.batch_axes, *head):
             if name not in mesh.shape:
@@ -130,6 +148,17 @@ class ContextParallel:
                     f" {tuple(mesh.shape)}"
                 )
         return mesh
+
+    def _check_devices(self) -> None:
+        try:
+            used = jax.sharding.get_mesh()
+        except ValueError:  # inside a jit, where it is not to be had
+            return
+        if not used.empty and used != self.mesh:
+            raise ValueError(
+                f"context_parallel's mesh is over the devices {_ids(self.mesh)}, the mesh in use over"
+                f" {_ids(used)}: pass mesh=None, or call inside jax.set_mesh of the same"
+            )
 
     def ring_size(self, mesh: Any = None, *arrays: Any) -> int:
         """Over how many devices `load_balance` lays the tokens out: the `size` of
@@ -142,6 +171,10 @@ class ContextParallel:
     def positions(self, length: int, *arrays: Any) -> np.ndarray:
         """`[length]` int32: the original position of each token; the mesh may be that of `arrays`."""
         return positions(length, self.ring_size(None, *arrays), self.load_balance)
+
+
+def _ids(mesh: Mesh) -> list[int]:
+    return [device.id for device in mesh.devices.flat]
 
 
 def _traced(x: Any) -> bool:

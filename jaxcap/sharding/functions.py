@@ -8,20 +8,34 @@ import jax.numpy as jnp
 
 from jaxcap import arguments, attention, selection
 from jaxcap.sharding.bias import own_rows
-from jaxcap.sharding.config import names_of
-from jaxcap.sharding.layout import LoadBalance, check_load_balance
+from jaxcap.sharding.config import check_axes, names_of
+from jaxcap.sharding.layout import LoadBalance, check_length, check_load_balance
 from jaxcap.sharding.run import Sharded
 from jaxcap.spec import Dropout, shape_of
 
 
-def _size(axis: str) -> int:
+def _size(name: str, axis: str) -> int:
     try:
         return jax.lax.axis_size(axis)
     except NameError:
+        there = tuple(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
         raise ValueError(
-            f"the axis {axis!r} is not one of a shard_map around this call; outside of one pass"
-            " context_parallel=jaxcap.ContextParallel(...) to jaxcap.dot_product_attention"
+            f"{name}: the axis {axis!r} is not one of a shard_map around this call, which has"
+            f" {there or 'none'}; outside of one pass context_parallel=jaxcap.ContextParallel(...) to"
+            " jaxcap.dot_product_attention"
         ) from None
+
+
+def _checked_axes(
+    name: str, axes: tuple[str, ...], batch_axes: Any, head_axis: Any
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Sizes of the sequence's `axes`, and the names of those of the batch."""
+    batch, head = check_axes(name, axes, batch_axes, head_axis)
+    sizes = tuple(_size(name, a) for a in axes)
+    for argument, names in (("batch_axes", batch), ("head_axis", head)):
+        for a in names:
+            _size(argument, a)
+    return sizes, batch
 
 
 def _offset_dropout(dropout: Dropout, batch_axes: tuple[str, ...], head: str | None) -> Dropout:
@@ -36,6 +50,7 @@ def _offset_dropout(dropout: Dropout, batch_axes: tuple[str, ...], head: str | N
 
 def _call(
     kind: str,
+    axis_argument: str,
     axes: tuple[str, ...],
     load_balance: LoadBalance,
     batch_axes: Any,
@@ -50,6 +65,7 @@ def _call(
         )
     bound = inspect.signature(attention.dot_product_attention).bind(*arrays, **keywords)
     bound.apply_defaults()
+    sizes, batch = _checked_axes(axis_argument, axes, batch_axes, head_axis)
     given = dict(bound.arguments)
     requested = selection.requested(given.pop("implementation"))
     tiles = {name: given[name] for name in ("bias", "mask")}
@@ -57,9 +73,11 @@ def _call(
     spec, operands, lead = attention.prepare({**given, "bias": None, "mask": None})
 
     # 1. Which shard this is, and what lies where in the whole.
-    sharded = Sharded(kind, axes, tuple(_size(a) for a in axes), load_balance)
+    sharded = Sharded(kind, axes, sizes, load_balance)
+    layout = sizes[0] if kind == "hybrid" else sharded.size
+    for name, length in (("query", spec.query_length), ("key", spec.key_length)):
+        check_length(name, length * sharded.size, layout, load_balance)
     if operands.dropout is not None and not broadcast:
-        batch = names_of("batch_axes", batch_axes)
         dropout = _offset_dropout(operands.dropout, batch, head_axis)
         operands = operands._replace(dropout=dropout)
 
@@ -139,7 +157,7 @@ def ring_attention(
     """
     arrays = (query, key, value, bias, mask)
     axes = names_of("axis_name", axis_name)
-    return _call("ring", axes, load_balance, batch_axes, head_axis, arrays, keywords)
+    return _call("ring", "axis_name", axes, load_balance, batch_axes, head_axis, arrays, keywords)
 
 
 def all_gather_attention(
@@ -158,7 +176,9 @@ def all_gather_attention(
     """As `ring_attention`, with all keys and values gathered at once: O(S) memory while it runs."""
     arrays = (query, key, value, bias, mask)
     axes = names_of("axis_name", axis_name)
-    return _call("all_gather", axes, load_balance, batch_axes, head_axis, arrays, keywords)
+    return _call(
+        "all_gather", "axis_name", axes, load_balance, batch_axes, head_axis, arrays, keywords
+    )
 
 
 def all_to_all_attention(
@@ -181,7 +201,9 @@ def all_to_all_attention(
     """
     arrays = (query, key, value, bias, mask)
     axes = names_of("axis_name", axis_name)
-    return _call("all_to_all", axes, load_balance, batch_axes, head_axis, arrays, keywords)
+    return _call(
+        "all_to_all", "axis_name", axes, load_balance, batch_axes, head_axis, arrays, keywords
+    )
 
 
 def hybrid_attention(
@@ -204,5 +226,6 @@ def hybrid_attention(
     layout over the ring's axis. Heads divide by the all-to-all's axis as in `all_to_all_attention`.
     """
     arrays = (query, key, value, bias, mask)
-    axes = names_of("axis_ring, axis_a2a", (axis_ring, axis_a2a))
-    return _call("hybrid", axes, load_balance, batch_axes, head_axis, arrays, keywords)
+    name = "axis_ring, axis_a2a"
+    axes = names_of(name, (axis_ring, axis_a2a))
+    return _call("hybrid", name, axes, load_balance, batch_axes, head_axis, arrays, keywords)

@@ -13,6 +13,7 @@ Sources: Zhu, "Zigzag ring attention", 2024 (ring-flash-attention); Brandon et a
 attention", 2023 (arXiv:2311.09431).
 """
 
+import operator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -43,6 +44,28 @@ def runs(load_balance: str, length: int, size: int, rank: Any) -> tuple[Run, ...
     return Run(0, half, rank * half, 1), Run(half, half, (last - rank) * half, 1)
 
 
+def _count(name: str, what: str, value: Any, least: int = 1) -> int:
+    """An int, Python's or NumPy's; ValueError otherwise."""
+    try:
+        count = None if isinstance(value, bool | np.bool_) else operator.index(value)
+    except TypeError:
+        count = None
+    if count is None or count < least:
+        raise ValueError(f"{name} must be {what}, got {value!r}")
+    return count
+
+
+def _devices(size: Any) -> int:
+    return _count("size", "the number of devices, a positive int", size)
+
+
+def _axis(x: Any, axis: Any) -> int:
+    place = _count("axis", f"one of an array of shape {list(x.shape)}", axis, -x.ndim)
+    if place >= x.ndim:
+        raise ValueError(f"axis must be one of an array of shape {list(x.shape)}, got {axis!r}")
+    return place % x.ndim
+
+
 def check_load_balance(load_balance: Any) -> None:
     if load_balance not in LOAD_BALANCES:
         raise ValueError(f"load_balance must be one of {LOAD_BALANCES}, got {load_balance!r}")
@@ -51,6 +74,7 @@ def check_load_balance(load_balance: Any) -> None:
 def length_multiple(size: int, load_balance: str = "zigzag") -> int:
     """What a length must be a multiple of on `size` devices: twice the size for "zigzag"."""
     check_load_balance(load_balance)
+    size = _devices(size)
     return 2 * size if load_balance == "zigzag" and size > 1 else size
 
 
@@ -77,16 +101,16 @@ def pad_to_multiple(x: Any, multiple: int, axis: int = 1, value: Any = 0) -> Any
       value: what to append.
 
     Raises:
-      ValueError: multiple is not a positive int.
+      ValueError: multiple is not a positive int, or there is no such axis.
 
     Example:
       >>> import numpy as np, jaxcap
       >>> jaxcap.pad_to_multiple(np.ones((2, 13)), 8).shape
       (2, 16)
     """
-    if not isinstance(multiple, int) or multiple < 1:
-        raise ValueError(f"multiple must be a positive int, got {multiple!r}")
+    multiple = _count("multiple", "a positive int", multiple)
     x = x if isinstance(x, jax.Array) else np.asarray(x)
+    axis = _axis(x, axis)
     missing = -x.shape[axis] % multiple
     if not missing:
         return x
@@ -97,12 +121,9 @@ def pad_to_multiple(x: Any, multiple: int, axis: int = 1, value: Any = 0) -> Any
 
 def _prepared(x: Any, size: int, load_balance: str, axis: int) -> tuple[Any, Any, int]:
     check_load_balance(load_balance)
-    if not isinstance(size, int) or size < 1:
-        raise ValueError(f"size must be the number of devices, a positive int, got {size!r}")
+    size = _devices(size)
     x = x if isinstance(x, jax.Array) else np.asarray(x)
-    if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"axis {axis} is none of an array of shape {list(x.shape)}")
-    axis %= x.ndim
+    axis = _axis(x, axis)
     check_length(f"axis {axis} of x", x.shape[axis], size, load_balance)
     return x, jnp if isinstance(x, jax.Array) else np, axis
 
@@ -177,4 +198,5 @@ def positions(length: int, size: int, load_balance: LoadBalance = "zigzag") -> n
       >>> jaxcap.sharding.positions(8, 2, "striped").tolist()
       [0, 2, 4, 6, 1, 3, 5, 7]
     """
+    length = _count("length", "a positive int", length)
     return reorder_for_load_balance(np.arange(length, dtype=np.int32), size, load_balance, axis=0)

@@ -27,6 +27,15 @@ class Sharded:
             total *= size
         return total
 
+    def _reordered(self) -> str:
+        """What another kind than this one asks of the arrays."""
+        if self.kind != "hybrid" or self.load_balance == "contiguous":
+            return ""
+        return (
+            f", whose layout is over all {self.size} devices: reorder the arrays for"
+            f" size={self.size} then, not {self.sizes[0]}, or use load_balance='contiguous'"
+        )
+
     def attended(self, spec: AttentionSpec) -> AttentionSpec:
         """The spec that selection decides on, from that of the shard; ValueError where it cannot be."""
         if self.kind in ("ring", "all_gather"):
@@ -36,7 +45,7 @@ class Sharded:
             return spec.replace(context_parallel=local)
         size = self.sizes[1] if self.kind == "hybrid" else self.size
         if size > 1 and (why := all_to_all.refusal(spec, size)):
-            raise ValueError(f"{why}; use kind='ring' or kind='all_gather'")
+            raise ValueError(f"{why}; use kind='ring' or kind='all_gather'{self._reordered()}")
         inside = all_to_all.exchanged(spec, size)
         if self.kind == "hybrid":
             ring = Ring(self.axes[:1], self.sizes[0], self.load_balance)

@@ -18,6 +18,8 @@ TWICE = (
 
 def packed(x: Tensor) -> Tensor:
     """Contiguous and aligned as the kernels need it; a copy only where it is not."""
+    if x.is_neg():  # a view of -x, as of a conjugate's imaginary part
+        x = x.resolve_neg()
     if not x.is_contiguous():
         x = x.contiguous()
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)

@@ -5,12 +5,13 @@ bottom-right.
 """
 
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
 import torch
 
-from jaxcap import arguments
+from jaxcap import arguments, selection
 from jaxcap.environment import ENVIRONMENT
 from jaxcap.spec import AttentionSpec
 from jaxcap.torch_bridge.checks import FLOATS, Tensor, four, per_head, segments, window
@@ -63,6 +64,40 @@ def check_settings(settings: Settings) -> None:
     for name in ("causal", "deterministic", "return_lse"):
         arguments.flag(name, getattr(settings, name))
     window(settings.window_size)
+    requested(settings.backend)
+
+
+def requested(backend: Any) -> str | None:
+    """The backend that argument, context or environment names; None is automatic."""
+    if backend is None:
+        return selection.requested(None)
+    return selection.check_name(backend, "backend")
+
+
+_NONE = type(None)
+_PLAIN = frozenset(
+    (float, bool, tuple, scale, float, bool, bool, backend)
+    for scale, backend in itertools.product((float, _NONE), (str, _NONE))
+)
+
+
+def settings_of(*values: Any) -> Settings:
+    """`Settings` whose values are of one type each, so that equal ones mean the same; others are checked."""
+    given = Settings(*values)
+    if torch.compiler.is_compiling():  # the operator's schema says the types
+        return given
+    if tuple(map(type, given)) in _PLAIN and tuple(map(type, given.window_size)) == (int, int):
+        return given
+    check_settings(given)
+    return given._replace(
+        softcap=float(given.softcap or 0.0),
+        causal=bool(given.causal),
+        window_size=window(given.window_size),
+        scale=None if given.scale is None else float(given.scale),
+        dropout_p=float(given.dropout_p),
+        deterministic=bool(given.deterministic),
+        return_lse=bool(given.return_lse),
+    )
 
 
 def canonical(

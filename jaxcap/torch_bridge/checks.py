@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 
 Tensor = torch.Tensor
@@ -13,20 +14,37 @@ def _shape(x: Any) -> list[Any]:
     return list(x.shape)
 
 
-def check_inputs(q: Any, k: Any, v: Any, layout: str) -> None:
+def layout(value: Any) -> None:
+    if value not in ("bshd", "bhsd"):
+        raise ValueError(f"layout must be 'bshd' or 'bhsd', got {value!r}")
+
+
+def generator(value: Any) -> None:
+    if value is not None and not isinstance(value, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator or None, got {type(value).__name__}")
+
+
+def dense(name: str, x: Tensor) -> None:
+    if x.is_nested:
+        raise TypeError(f"{name} is a nested tensor; pack its values for varlen_attention")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got {x.layout}; pass {name}.to_dense()")
+
+
+def check_inputs(q: Any, k: Any, v: Any, order: str) -> None:
     """Raises ValueError or TypeError unless `[B, T, N, H]`, `[B, S, K, H]`, `[B, S, K, V]` fit together."""
-    if layout not in ("bshd", "bhsd"):
-        raise ValueError(f"layout must be 'bshd' or 'bhsd', got {layout!r}")
+    layout(order)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        dense(name, x)
         if x.dim() != 4:
             axes = (
                 "[batch, length, heads, size]"
-                if layout == "bshd"
+                if order == "bshd"
                 else "[batch, heads, length, size]"
             )
-            raise ValueError(f"{name} must be {axes} (layout={layout!r}), got {_shape(x)}")
+            raise ValueError(f"{name} must be {axes} (layout={order!r}), got {_shape(x)}")
         if x.dtype not in FLOATS:
             raise TypeError(f"{name} must be bfloat16, float16, float32 or float64, got {x.dtype}")
         if x.dtype != q.dtype:
@@ -35,7 +53,7 @@ def check_inputs(q: Any, k: Any, v: Any, layout: str) -> None:
             raise ValueError(f"{name} is on {x.device}, q on {q.device}; move one to the other")
         if 0 in x.shape:
             raise ValueError(f"{name} must have no axis of length 0, got {_shape(x)}")
-    if layout == "bhsd":
+    if order == "bhsd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     (batch, _, heads, size), (_, length, kv_heads, _) = q.shape, k.shape
     wanted = [batch, length, kv_heads]
@@ -54,16 +72,17 @@ def window(value: Any) -> tuple[int, int]:
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise ValueError(f"window_size must have two sides, got {value!r}; {advice}")
     for side in value:
-        if isinstance(side, bool) or not isinstance(side, int):
+        if isinstance(side, bool) or not isinstance(side, int | np.integer):
             raise TypeError(f"window_size must be of ints, got {value!r}; {advice}")
         if side < -1:
             raise ValueError(f"window_size must not be below -1, got {value!r}; {advice}")
-    left, right = (-1 if side >= 2**31 - 1 else side for side in value)
+    left, right = (-1 if side >= 2**31 - 1 else int(side) for side in value)
     return left, right
 
 
 def four(name: str, x: Tensor, full: list[int]) -> Tensor:
     """`[B or 1, N or 1, T or 1, S or 1]`."""
+    dense(name, x)
     shape = [1] * (4 - x.dim()) + _shape(x)
     if len(shape) > 4 or any(s not in (1, f) for s, f in zip(shape, full, strict=True)):
         raise ValueError(f"{name} must broadcast to {full}, got {_shape(x)}")
@@ -71,17 +90,18 @@ def four(name: str, x: Tensor, full: list[int]) -> Tensor:
 
 
 def integers(name: str, x: Any, batch: int, length: int) -> Tensor:
-    """`[B, length]` or `[length]` as `[B or 1, length]` int32."""
+    """`[B, length]` or `[length]` as `[B or 1, length]`."""
     if not isinstance(x, Tensor) or x.dtype not in INTEGERS:
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name} must be a tensor of integers, got {got}")
+    dense(name, x)
     if _shape(x) not in ([batch, length], [length]):
         raise ValueError(f"{name} must be {[batch, length]} or {[length]}, got {_shape(x)}")
-    return x.reshape(-1, length).to(torch.int32)
+    return x.reshape(-1, length)
 
 
 def segments(value: Any, batch: int, length: int, key_length: int) -> tuple[Any, Any]:
-    """Ids of the queries and of the keys, from one tensor or a pair."""
+    """int32 ids of the queries and of the keys, from one tensor or a pair."""
     if value is None:
         return None, None
     if isinstance(value, tuple | list):
@@ -96,10 +116,25 @@ def segments(value: Any, batch: int, length: int, key_length: int) -> tuple[Any,
             raise ValueError(
                 f"segment_ids must be a pair (of q, of k) where the lengths differ, {length} and {key_length}"
             )
-    return (
-        integers("segment_ids of q", q_ids, batch, length),
-        integers("segment_ids of k", k_ids, batch, key_length),
-    )
+    found = integers("segment_ids of q", q_ids, batch, length)
+    if q_ids is k_ids:
+        (ids,) = narrow(found)
+        return ids, ids
+    of_q, of_k = narrow(found, integers("segment_ids of k", k_ids, batch, key_length))
+    return of_q, of_k
+
+
+def narrow(*ids: Tensor) -> tuple[Tensor, ...]:
+    """The same equalities in int32: wide ids by their rank in their batch, which asks the device nothing."""
+    if all(x.dtype != torch.int64 for x in ids):
+        return tuple(x.to(torch.int32) for x in ids)
+    batch = max(x.shape[0] for x in ids)
+    joined = torch.cat([x.to(torch.int64).expand(batch, -1) for x in ids], 1)
+    ordered, places = joined.sort(1)
+    new = torch.zeros_like(places, dtype=torch.int32)
+    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    ranks = torch.empty_like(new).scatter_(1, places, new.cumsum(1, dtype=torch.int32))
+    return tuple(ranks.split([x.shape[1] for x in ids], 1))
 
 
 def per_head(name: str, x: Any, batch: int, heads: int, *, batched: bool) -> Tensor:
@@ -107,6 +142,7 @@ def per_head(name: str, x: Any, batch: int, heads: int, *, batched: bool) -> Ten
     if not isinstance(x, Tensor) or x.dtype not in FLOATS:
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name} must be a floating tensor, got {got}")
+    dense(name, x)
     shapes = [[heads], [batch, heads]] if batched else [[heads]]
     if _shape(x) not in shapes:
         raise ValueError(f"{name} must be {' or '.join(map(str, shapes))}, got {_shape(x)}")

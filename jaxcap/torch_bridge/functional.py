@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from jaxcap import selection
 from jaxcap.torch_bridge import autograd, call, checks, operator
 from jaxcap.torch_bridge.call import Settings, Tensor, Tensors
 
@@ -53,7 +52,8 @@ def attention(
       scale: of the logits; None is `H ** -0.5`.
       bias: floating, broadcastable to `[B, N, T, S]`; added outside the cap; has a gradient.
       alibi_slopes: `[N]` or `[B, N]`, without gradient.
-      segment_ids: `[B, T]` int where T = S, or a pair `[B, T]`, `[B, S]`; equal ids attend.
+      segment_ids: `[B, T]` int where T = S, or a pair `[B, T]`, `[B, S]`; equal ids attend. Those of int64
+        are sorted first, to be told apart in int32, which is what costs nothing.
       dropout_p: share of probabilities dropped, in [0, 1). Off in evaluation is the caller's to say.
       generator: draws the dropout's key, and moves on; None is the default generator of q's device.
       sinks: `[N]`, one more logit a head that has no value; has a gradient.
@@ -70,7 +70,7 @@ def attention(
     Raises:
       ValueError, TypeError: an argument is wrong; the message names it.
       jaxcap.BackendError: no backend, or not the named one, can do this; the message has every reason.
-      NotImplementedError: the derivative of a gradient was asked for.
+      NotImplementedError: the derivative of a gradient, or one by torch.func, was asked for.
 
     Example:
       >>> import torch
@@ -83,27 +83,31 @@ def attention(
     """
     if torch.are_deterministic_algorithms_enabled():
         deterministic = True
-    settings = (softcap, causal, window_size, scale, dropout_p, deterministic, return_lse, backend)
+    settings = call.settings_of(
+        softcap, causal, window_size, scale, dropout_p, deterministic, return_lse, backend
+    )
+    checks.generator(generator)
     extras = bias is None and alibi_slopes is None and segment_ids is None and sinks is None
-    if extras and not dropout_p and _eager(q, k, v):
+    if extras and not settings.dropout_p and _eager(q, k, v):
         out, lse = _again(q, k, v, settings, layout)
         return (out, lse) if return_lse else out
+    q, k, v = autocast(q, k, v)
     checks.check_inputs(q, k, v, layout)
     if layout == "bhsd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     tensors = call.canonical(q, k, v, bias, alibi_slopes, segment_ids, sinks)
-    out, lse = attend(Settings(*settings), tensors, generator)
+    out, lse = attend(settings, tensors, generator)
     if layout == "bhsd":
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
 
 
 def _eager(*tensors: Any) -> bool:
-    """Whether nothing watches: no compiler, no subclass, no mode, no transform."""
+    """Whether nothing watches: no compiler, no subclass, nothing sparse, no mode, no transform."""
     if torch.compiler.is_compiling():
         return False
     for x in tensors:
-        if type(x) not in _PLAIN:
+        if type(x) not in _PLAIN or x.layout is not torch.strided or x.is_nested:
             return False
     return (
         torch._C._len_torch_dispatch_stack() == 0
@@ -111,17 +115,16 @@ def _eager(*tensors: Any) -> bool:
     )
 
 
-def _again(q: Tensor, k: Tensor, v: Tensor, settings: tuple[Any, ...], layout: str) -> Any:
+def _again(q: Tensor, k: Tensor, v: Tensor, settings: Settings, layout: str) -> Any:
     """(out, lse) of the common case: what was checked once for these shapes is not checked again."""
     device = q.device
-    if torch.is_autocast_enabled(device.type):
-        q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     gradients = ()
     if torch.is_grad_enabled():
         gradients = (q.requires_grad, k.requires_grad, v.requires_grad)
     key = (
         *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, device, k.device, v.device),
-        *(gradients, layout, selection.requested(settings[-1]), settings),
+        *(gradients, layout, call.requested(settings.backend), settings),
     )
     plan = _plans.get(key)
     heads_first = layout == "bhsd"
@@ -131,27 +134,29 @@ def _again(q: Tensor, k: Tensor, v: Tensor, settings: tuple[Any, ...], layout: s
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if plan is None:
         tensors = Tensors(q, k, v)
-        plan = autograd.plan_of(Settings(*settings), tensors, autograd.wanted(tensors))
+        plan = autograd.plan_of(settings, tensors, autograd.wanted(tensors))
         _plans[key] = plan
     out, lse = autograd.run(plan, q, k, v)
     return (out.transpose(1, 2) if heads_first else out), lse
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast(*tensors: Any) -> tuple[Any, ...]:
     """q, k and v in the precision of `torch.autocast`, as PyTorch's own attention takes them."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "none"
+    if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+    return tuple(x.to(dtype) if _cast(x) else x for x in tensors)
+
+
+def _cast(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
 
 
 def attend(
     settings: Settings, tensors: Tensors, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of canonical tensors, with any of jaxcap's masks; draws the dropout's key."""
-    q, k, v = _autocast(*tensors[:3])
-    tensors = tensors._replace(query=q, key=k, value=v)
     if settings.dropout_p:
         if generator is not None and torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
@@ -169,5 +174,11 @@ def attend(
         tensors = tensors._replace(dropout_key=key)
     if _eager(*(x for x in tensors if x is not None)):
         return autograd.attend(settings, tensors)
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        top: Any = torch._C._functorch.peek_interpreter_stack()  # pyright: ignore[reportAttributeAccessIssue]
+        if top.key().name in ("Grad", "Jvp"):
+            raise NotImplementedError(
+                "jaxcap's attention has no derivative by torch.func; use backward() or torch.autograd.grad"
+            )
     gradients = autograd.wanted(tensors)
     return torch.ops.jaxcap.attention(*operator.spread(tensors, settings, gradients))

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from jaxcap.torch_bridge import call, checks
 from jaxcap.torch_bridge.call import Settings, Tensor, Tensors
-from jaxcap.torch_bridge.functional import attend
+from jaxcap.torch_bridge.functional import attend, autocast
 
 NAME = "jaxcap"
 #: Arguments of other implementations that would change the result.
@@ -55,7 +55,11 @@ def attention_mask(
     config: Any = None,
     **keywords: Any,
 ) -> Tensor | None:
-    """None for causality and window alone, `[B, S]` with padding, else `[B, 1, T, S]`; True keeps."""
+    """None for causality alone, `[B, S]` with padding, else `[B, 1, T, S]`; True keeps.
+
+    A sliding window W comes along as the length of a third axis, `[B, S, W]`, or `[1, 0, W]` without padding:
+    not every model hands its window to its attention.
+    """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
@@ -78,13 +82,18 @@ def attention_mask(
             config=config,
             **keywords,
         )
+    alone = None
+    if local_size is not None:
+        alone = torch.empty(1, 0, local_size, dtype=torch.bool, device=keywords.get("device"))
     if attention_mask is None:
-        return None
+        return alone
     padding = attention_mask[:, kv_offset : kv_offset + kv_length]
     if padding.shape[1] < kv_length:
         padding = functional.pad(padding, (0, kv_length - padding.shape[1]))
     # One question to the device for all layers of a step, as Transformers' own implementations ask.
-    return padding if torch.compiler.is_compiling() or not padding.all() else None
+    if not torch.compiler.is_compiling() and padding.all():
+        return alone
+    return padding if local_size is None else padding[..., None].expand(-1, -1, local_size)
 
 
 def attention_forward(
@@ -113,11 +122,14 @@ def attention_forward(
             f"{type(module).__name__} has attn_logit_softcapping={declared} in its configuration and calls"
             " attention without softcap: the cap would be dropped"
         )
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = autocast(*(x.transpose(1, 2) for x in (query, key, value)))
     checks.check_inputs(q, k, v, "bshd")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     parts = {"bias": position_bias, "sinks": s_aux}
     window = sliding_window if causal else None
+    if attention_mask is not None and attention_mask.dim() == 3:  # from `attention_mask` above
+        causal, window = True, attention_mask.shape[2]
+        attention_mask = attention_mask[..., 0] if attention_mask.shape[1] else None
     if attention_mask is not None and attention_mask.dim() == 4:  # has all of it
         causal, window = False, None
         attention_mask = attention_mask[..., : k.shape[1]]

@@ -4,7 +4,10 @@ from typing import Any
 
 import torch
 
+from jaxcap.torch_bridge import call, checks
 from jaxcap.torch_bridge.functional import attention
+
+OF_A_CALL = ("bias", "alibi_slopes", "segment_ids", "generator", "sinks", "return_lse")
 
 
 class DotProductAttention(torch.nn.Module):
@@ -34,6 +37,12 @@ class DotProductAttention(torch.nn.Module):
         layout: str = "bshd",
     ):
         super().__init__()
+        call.check_settings(
+            call.Settings(
+                softcap, causal, window_size, scale, dropout_p, deterministic, backend=backend
+            )
+        )
+        checks.layout(layout)
         self.softcap = softcap
         self.causal = causal
         self.window_size = window_size
@@ -57,6 +66,11 @@ class DotProductAttention(torch.nn.Module):
 
         `keywords` are `bias`, `alibi_slopes`, `segment_ids`, `generator`, `sinks` and `return_lse`.
         """
+        if others := [name for name in keywords if name not in OF_A_CALL]:
+            raise TypeError(
+                f"a call of DotProductAttention takes no {', '.join(others)}, only softcap, causal,"
+                f" {', '.join(OF_A_CALL)}; settings are given when the module is made"
+            )
         return attention(
             q,
             k,

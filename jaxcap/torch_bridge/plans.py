@@ -12,7 +12,7 @@ import torch
 from jaxcap import selection
 from jaxcap.environment import logger
 from jaxcap.spec import AttentionSpec, Dropout, Gradients, Operands
-from jaxcap.torch_bridge import launcher
+from jaxcap.torch_bridge import call, launcher
 from jaxcap.torch_bridge.call import Settings, Tensor, Tensors, spec_of
 from jaxcap.torch_bridge.executable import Executable
 from jaxcap.torch_bridge.program import Unsupported, build
@@ -134,7 +134,7 @@ _plans: dict[Any, Plan] = {}
 
 def plan_of(settings: Settings, tensors: Tensors, gradients: tuple[str, ...]) -> Plan:
     """The plan of a call on checked, canonical tensors; the same one for the same shapes."""
-    requested = selection.requested(settings.backend)
+    requested = call.requested(settings.backend)
     shapes = tuple(None if x is None else (x.shape, x.dtype) for x in tensors)
     key = (settings, shapes, tensors.query.device, gradients, requested)
     plan = _plans.get(key)

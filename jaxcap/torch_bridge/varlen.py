@@ -5,14 +5,19 @@ from typing import Any
 import torch
 
 from jaxcap.torch_bridge import checks
-from jaxcap.torch_bridge.call import Settings, Tensor, canonical
-from jaxcap.torch_bridge.functional import attend
+from jaxcap.torch_bridge.call import Tensor, canonical, settings_of
+from jaxcap.torch_bridge.functional import attend, autocast
+
+FAR = 2**30
 
 
 def _bounds(name: str, x: Any) -> Tensor:
     if not isinstance(x, Tensor) or x.dtype not in checks.INTEGERS or x.dim() != 1 or len(x) < 2:
         got = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{name} must be [sequences + 1] integers that begin with 0, got {got}")
+        raise ValueError(f"{name} must be [sequences + 1] integers, got {got}")
+    checks.dense(name, x)
+    if x.dtype == torch.int64:  # what int32 cannot say lies past every token
+        x = x.clamp(-FAR, FAR)
     return x.to(torch.int32)
 
 
@@ -57,7 +62,7 @@ def varlen_attention(
       q: `[total_q, N, H]`.
       k: `[total_k, K, H]`.
       v: `[total_k, K, V]`.
-      cu_seqlens_q: `[sequences + 1]` int, 0 first, not decreasing.
+      cu_seqlens_q: `[sequences + 1]` int, not decreasing, as a rule 0 first.
       cu_seqlens_k: likewise; None is `cu_seqlens_q`.
       alibi_slopes: `[N]`.
 
@@ -77,11 +82,19 @@ def varlen_attention(
 
     Source: the packed entry of FlashAttention-2 (arXiv:2307.08691).
     """
+    if torch.are_deterministic_algorithms_enabled():
+        deterministic = True
+    settings = settings_of(
+        softcap, causal, window_size, scale, dropout_p, deterministic, return_lse, backend
+    )
+    checks.generator(generator)
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, Tensor):
+            checks.dense(name, x)
         if not isinstance(x, Tensor) or x.dim() != 3:
             got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name} must be [total, heads, size], got {got}")
-    q, k, v = q[None], k[None], v[None]
+    q, k, v = autocast(q[None], k[None], v[None])
     checks.check_inputs(q, k, v, "bshd")
     tensors = canonical(q, k, v, None, alibi_slopes, None, sinks)
     bounds = _bounds("cu_seqlens_q", cu_seqlens_q)
@@ -103,11 +116,6 @@ def varlen_attention(
         kv_segment_ids=k_ids[None],
         query_positions=None if k_place is None else q_place[None],
         kv_positions=None if k_place is None else k_place[None],
-    )
-    if torch.are_deterministic_algorithms_enabled():
-        deterministic = True
-    settings = Settings(
-        softcap, causal, window_size, scale, dropout_p, deterministic, return_lse, backend
     )
     out, lse = attend(settings, tensors, generator)
     return (out[0], lse[0]) if return_lse else out[0]

@@ -1,0 +1,150 @@
+"""What callers hand over now and then: wide ids, lazy views, autocast, other number types, odd tensors."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from jaxcap import torch_bridge
+from jaxcap.torch_bridge import call, checks
+from tests.torch_reference import inputs
+
+Q, K, V = (x.detach() for x in inputs(t=8, s=8).values())
+WIDE = 2**32
+
+
+def attend(*given, **keywords):
+    return torch_bridge.attention(*(given or (Q, K, V)), **{"softcap": 2.0} | keywords)
+
+
+def test_ids_that_differ_beyond_32_bits_are_apart():
+    few = torch.tensor([0, 0, 0, 1, 1, 2, 2, 0])
+    wide = torch.tensor([5, 5 + WIDE, 5 - WIDE])[few]
+    wanted = attend(segment_ids=few.int())
+    assert torch.equal(attend(segment_ids=wide), wanted)
+    pair = wide.repeat(2, 1), wide.clone()
+    assert torch.equal(attend(segment_ids=pair), wanted)
+
+
+def test_narrow_keeps_equality_and_order():
+    q = torch.tensor([[WIDE, 0, -1]])
+    k = torch.tensor([[0, WIDE], [-7, WIDE]])
+    ranks = [x.tolist() for x in checks.narrow(q, k)]
+    assert ranks == [[[2, 1, 0], [3, 2, 1]], [[1, 2], [0, 3]]]
+
+
+def test_wide_bounds_lie_past_every_token():
+    q, k, v = Q[0], K[0], V[0]
+    keywords = {"softcap": 2.0}
+    found = torch_bridge.varlen_attention(q, k, v, torch.tensor([0, 3, WIDE + 4]), **keywords)
+    wanted = torch_bridge.varlen_attention(q, k, v, torch.tensor([0, 3, 100]), **keywords)
+    assert torch.equal(found, wanted)
+
+
+def test_a_negated_view_is_its_values():
+    lazy = torch._neg_view(Q)
+    assert lazy.is_neg()
+    torch.testing.assert_close(attend(lazy, K, V), attend(-Q, K, V))
+    torch.testing.assert_close(
+        attend(lazy, K, V, sinks=torch.zeros(4)), attend(-Q, K, V, sinks=torch.zeros(4))
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"window_size": [3, 0]},
+        {"window_size": (np.int64(3), np.int32(0))},
+        {"softcap": np.float32(2.0)},
+        {"softcap": 2},
+        {"scale": np.float64(0.5)},
+        {"causal": np.True_},
+    ],
+)
+def test_other_types_of_the_same_numbers(change):
+    given = {"softcap": 2.0, "causal": True, "scale": 0.5, "window_size": (3, 0)}
+    torch.testing.assert_close(attend(**given | change), attend(**given), rtol=0, atol=0)
+
+
+def test_what_ran_before_does_not_change_what_is_accepted():
+    attend(softcap=1.0, causal=True)
+    attend(window_size=(1, 0))
+    for change in ({"softcap": True}, {"causal": 1}, {"window_size": (True, 0)}, {"scale": True}):
+        with pytest.raises(TypeError, match=next(iter(change))):
+            attend(**{"softcap": 1.0, "causal": True} | change)
+
+
+def test_autocast_joins_precisions_before_they_are_compared():
+    q, k, v = Q.float(), K.bfloat16(), V.float()
+    extra = {"bias": torch.zeros(8, 8)}
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = attend(q, k, v)
+        torch.testing.assert_close(attend(q, k, v, **extra), plain, rtol=2e-2, atol=2e-2)
+        assert attend(q, k, v, dropout_p=0.5).dtype == torch.bfloat16
+        packed = torch_bridge.varlen_attention(q[0], k[0], v[0], torch.tensor([0, 8]), softcap=2.0)
+        torch.testing.assert_close(packed, plain[0], rtol=2e-2, atol=2e-2)
+        with pytest.raises(TypeError, match="q must be bfloat16"):
+            attend(q.int(), k, v)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    NESTED = torch.nested.nested_tensor([torch.zeros(3, 4, 16), torch.zeros(5, 4, 16)])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": Q.to("meta"), "k": K.to("meta"), "v": V.to("meta")}, "q is on meta"),
+        ({"q": Q.to_sparse()}, "q must be a dense tensor"),
+        ({"q": NESTED, "k": NESTED, "v": NESTED}, "q is a nested tensor"),
+        ({"bias": torch.zeros(8, 8).to_sparse()}, "bias must be a dense tensor"),
+        ({"sinks": torch.zeros(4).to_sparse()}, "sinks must be a dense tensor"),
+        ({"dropout_p": torch.tensor([0.1, 0.2])}, "dropout_p must be a Python number"),
+        ({"generator": 3}, "generator must be a torch.Generator"),
+        ({"backend": "foo"}, "backend: no backend 'foo'"),
+        ({"backend": ["xla"]}, "backend: no backend"),
+        ({"softcap": np.ones(2)}, "softcap must be a number"),
+    ],
+)
+def test_odd_input_names_the_argument(change, message):
+    given = {"q": Q, "k": K, "v": V, "softcap": 2.0} | change
+    attend()
+    for autocast in (False, True):
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+            pytest.raises((ValueError, TypeError), match=message),
+        ):
+            torch_bridge.attention(**given)
+
+
+def test_a_module_checks_its_settings_when_it_is_made():
+    make = torch_bridge.DotProductAttention
+    with pytest.raises(ValueError, match="softcap must not be negative"):
+        make(softcap=-5.0)
+    with pytest.raises(ValueError, match="layout must be"):
+        make(layout="x")
+    with pytest.raises(ValueError, match="backend: no backend 'foo'"):
+        make(backend="foo")
+    with pytest.raises(TypeError, match="takes no window_size"):
+        make()(Q, K, V, window_size=(3, 0))
+
+
+def test_bounds_need_not_begin_with_0_and_no_message_says_so():
+    with pytest.raises(ValueError, match=r"cu_seqlens_q must be \[sequences \+ 1\] integers, got"):
+        torch_bridge.varlen_attention(Q[0], K[0], V[0], torch.tensor([0.0, 3.0]))
+
+
+def test_settings_of_plain_values_are_kept_as_they_are():
+    plain = (2.0, True, (3, 0), None, 0.0, False, False, None)
+    assert call.settings_of(*plain) == call.Settings(*plain)
+    assert list(map(type, call.settings_of(2, True, [3, 0], 1, 0, False, False, None)))[:5] == [
+        *(float, bool, tuple, float, float)
+    ]
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_derivatives_by_torch_func_are_an_error_that_says_so(transform):
+    with pytest.raises(NotImplementedError, match="no derivative by torch.func"):
+        transform(lambda q: attend(q, K, V).sum())(Q)
