@@ -209,9 +209,8 @@ def choose(cp: ContextParallel, spec: AttentionSpec, sizes: tuple[int, ...]) -> 
         hops = len(ring.active_hops)
         if not ring.given and 2 * hops <= size:
             return "ring", f"the window needs {hops} of {size} hops"
-    whole = why is None and spec.kv_heads % size == 0
-    if high == 0 and cp.load_balance == "contiguous" and whole:
-        return "all_to_all", "causal in the contiguous layout: a ring would leave devices idle"
+    if why is None and spec.kv_heads % size == 0:
+        return "all_to_all", f"{size} divides the heads: one exchange, the least bytes, no hops"
     # A hop's products take longer than its transfer where a shard has this many queries.
     causal = 2 if high == 0 and cp.load_balance != "contiguous" else 1
     flops_a_key = 2 * spec.query_heads * (spec.head_size + spec.value_size) / causal
@@ -224,6 +223,4 @@ def choose(cp: ContextParallel, spec: AttentionSpec, sizes: tuple[int, ...]) -> 
             "ring",
             f"{spec.query_length} queries a device hide a transfer (from {enough:.0f} on)",
         )
-    if whole:
-        return "all_to_all", f"{spec.query_length} queries a device hide no transfer: one exchange"
     return "all_gather", f"{spec.query_length} queries a device hide no transfer: one gather"
