@@ -1,7 +1,8 @@
 """Context parallelism gives one device's results: kinds, layouts, masks and features against the oracle.
 
-Each case runs in every kind, and layouts, sizes, routes, inner backends and dtypes go around with it, so
-that every two of them meet somewhere. `make fuzz` runs them in many more combinations.
+Each case runs with hops (ring or hybrid) and with an exchange of all (all-gather or all-to-all); layouts,
+sizes, routes, inner backends and dtypes go around with it, so that every two of them meet somewhere.
+`make fuzz` runs each case in all four kinds, and many more combinations.
 """
 
 import os
@@ -96,10 +97,21 @@ def combination(i: int, kind: str):
     return setting, ("float32", "bfloat16")[(j // 5) % 2]
 
 
+MANY = os.environ.get("HYPOTHESIS_PROFILE") == "thousands"
+
+
+def kinds_of(i: int) -> tuple[str, ...]:
+    """In which case number `i` runs; four in a row alike, so that layouts and routes go around."""
+    hops = ("ring", "hybrid")[i // 4 % 2]
+    return KINDS if MANY else (hops, ("all_gather", "all_to_all")[i // 8 % 2])
+
+
 COMBINATIONS = [
-    pytest.param(c, *combination(i, kind), id=f"{kind}-{c.name}")
-    for kind in KINDS
+    pytest.param(
+        c, *combination(i, kind), id=f"{kind}-{c.name}", marks=[pytest.mark.fuzz] if MANY else []
+    )
     for i, c in enumerate(CASES)
+    for kind in kinds_of(i)
 ]
 
 
@@ -110,7 +122,7 @@ def test_equals_one_device(case, setting, dtype):
 
 # ---- Random combinations ----
 
-RANDOM = 500 if os.environ.get("HYPOTHESIS_PROFILE") == "thousands" else 6
+RANDOM = 500 if MANY else 6
 
 
 @pytest.mark.fuzz
