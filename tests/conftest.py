@@ -47,12 +47,14 @@ def pytest_configure(config: pytest.Config) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" not in flags:
         flags += f" --xla_force_host_platform_device_count={VIRTUAL_CPU_DEVICES}"
-        os.environ["XLA_FLAGS"] = flags.strip()
+    os.environ["XLA_FLAGS"] = flags.strip()
     if wants_gpu(config.getoption("markexpr") or ""):
         # Several test processes, and torch, share the GPU's memory.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     else:
         os.environ["JAX_PLATFORMS"] = "cpu"
+        # Half of a test's time is LLVM, and every program runs once: nothing to gain by optimising.
+        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
     for name in list(os.environ):  # a user's settings must not steer the tests
         if name.startswith("JAXCAP_"):
             del os.environ[name]
