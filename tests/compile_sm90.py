@@ -2,9 +2,10 @@
 
     python -m tests.compile_sm90 MODULE NAME...     # one JSON line a name
 
-MODULE.compiled(NAME) gives (function, its arguments as jax.ShapeDtypeStructs). It runs in a process of
-its own (`reports`), whose output ptxas may write to. It catches what ptxas catches (spills,
-serialised wgmma, an impossible set_max_registers); no numerics, no races, no deadlocks.
+MODULE.compiled(NAME) gives (function, its arguments as jax.ShapeDtypeStructs), which may be sharded over
+`devices(n)`. It runs in a process of its own (`reports`), whose output ptxas may write to. It catches what
+ptxas catches (spills, serialised wgmma, an impossible set_max_registers); no numerics, no races, no
+deadlocks.
 
 Needs the packages of tools/compile-tools.txt, installed or in the folder beside the virtual environment's
 own packages that `make test` puts them in (JAX must not find its CUDA plugin in other programs), and
@@ -59,13 +60,18 @@ SERIOUS = ("C7507", "C7508", "C7510", "C7511", "C7512", "C7513", "C7514", "C7515
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Of the worst kernel of a program: bytes spilled, and the codes of ptxas's warnings."""
+    """Of the worst kernel of a program: bytes spilled, and the codes of ptxas's warnings.
+
+    `steps`: what a device does, in XLA's order: (name, instruction, names of its operands).
+    """
 
     kernels: int
     registers: int
     spill_stores: int
     spill_loads: int
     codes: tuple[str, ...]
+    temporary: int = 0  # bytes beyond arguments and results, a device
+    steps: tuple[tuple[str, str, list[str]], ...] = ()
 
     @property
     def serialised(self) -> tuple[str, ...]:
@@ -106,19 +112,25 @@ def required() -> None:
         (pytest.fail if SET_UP.exists() else pytest.skip)(why)
 
 
+def devices(count: int) -> Any:
+    """H200s that are not here, of one host."""
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="h200", target_config=H200, topology=f"1x1x{count}"
+    )
+    return topology.devices
+
+
 def compile_for_h200(function: Any, arguments: Any) -> Any:
     """The executable (it cannot run here) of `function(*arguments)`, ShapeDtypeStructs or pytrees of them."""
     import jax
-    from jax.experimental import topologies
-    from jax.sharding import NamedSharding, PartitionSpec
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="h200", target_config=H200, topology="1x1x1"
-    )
-    sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
+    sharding = NamedSharding(Mesh(devices(1), ("x",)), PartitionSpec())
 
     def placed(a):
-        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding or sharding)
 
     arguments = jax.tree.map(placed, tuple(arguments))
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
@@ -140,8 +152,26 @@ def parsed(text: str) -> Report:
     )
 
 
-def _captured(function: Any, arguments: Any) -> str:
-    """What the compiler writes to the process's own stdout and stderr meanwhile."""
+def scheduled(text: str) -> tuple[tuple[str, str, list[str]], ...]:
+    """`Report.steps` of a compiled program; kernels are "custom-call", also where slices are part of them."""
+    found, computation, with_kernel = [], "", set()
+    for line in text.splitlines():
+        if header := re.match(r"(?:ENTRY )?%(\S+) \(", line):
+            computation = header[1]
+        if 'custom_call_target="mosaic' in line:
+            with_kernel.add(computation)
+    for line in text[text.index("\nENTRY") :].splitlines():
+        if match := re.match(r" +(?:ROOT )?%(\S+) = .*? ([a-z-]+)\((.*?)\)", line):
+            name, instruction, operands = match.groups()
+            called = re.search(r"calls=%([\w.-]+)", line)
+            kernel = called is not None and called[1] in with_kernel
+            instruction = "custom-call" if kernel else instruction
+            found.append((name, instruction, re.findall(r"%([\w.-]+)", operands)))
+    return tuple(found)
+
+
+def _captured(function: Any, arguments: Any) -> tuple[str, Any]:
+    """What the compiler writes to the process's own stdout and stderr meanwhile, and its result."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = os.dup(1), os.dup(2)
@@ -149,14 +179,14 @@ def _captured(function: Any, arguments: Any) -> str:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         try:
-            compile_for_h200(function, arguments)
+            program = compile_for_h200(function, arguments)
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
             os.dup2(kept[0], 1)
             os.dup2(kept[1], 2)
         file.seek(0)
-        return file.read().decode(errors="replace")
+        return file.read().decode(errors="replace"), program
 
 
 def reports(module: str, names: list[str], timeout: float = 600) -> Iterator[tuple[str, Report]]:
@@ -188,7 +218,12 @@ def reports(module: str, names: list[str], timeout: float = 600) -> Iterator[tup
 def main(module: str, names: list[str]) -> None:
     compiled = importlib.import_module(module).compiled
     for name in names:
-        report = parsed(_captured(*compiled(name)))
+        text, program = _captured(*compiled(name))
+        report = dataclasses.replace(
+            parsed(text),
+            temporary=program.memory_analysis().temp_size_in_bytes,
+            steps=scheduled(program.as_text()),
+        )
         print(json.dumps(dataclasses.asdict(report)), flush=True)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from jaxcap import attention, blockwise
 from jaxcap.pallas import backward, backward_tables
+from jaxcap.pallas.backend import BACKEND
 from jaxcap.spec import AttentionSpec, Operands
 from tests import cases, compile_sm90, conformance
 
@@ -230,15 +231,15 @@ def call(length, head_size, *more, **changes):
 #: Bytes that ptxas may spill; the tuned configurations were measured with these spills.
 COMPILED = {
     "d64_causal": (call(576, 64, is_causal=True), 8),
-    "d64_full": (call(576, 64), 0),
+    "d64_full": (call(576, 64, partial=True), 0),
     "d128_causal": (call(512, 128, is_causal=True), 40),
     "d128_full": (call(512, 128), 16),
     "d128_float16": (call(512, 128, is_causal=True, dtype="float16"), 40),
-    "d128_window": (call(512, 128, is_causal=True, window=(100, 0)), 64),
-    "d128_ragged": (call(509, 128, is_causal=True), 96),
+    "d128_window": (call(512, 128, is_causal=True, window=(100, 0), partial=True), 64),
+    "d128_ragged": (call(509, 128, is_causal=True, partial=True), 96),
     "d192": (call(512, 192, is_causal=True), 0),
     "d256_causal": (call(512, 256, is_causal=True), 0),
-    "d256_full": (call(512, 256), 16),
+    "d256_full": (call(512, 256, partial=True), 16),
     "d128_deterministic": (call(512, 128, is_causal=True, deterministic=True), 128),
     "d128_segments": (call(512, 128, "segments", segment_ids=True, is_causal=True), 64),
 }
@@ -334,6 +335,32 @@ def test_memory():
 
     memory = jax.jit(run).lower(q, k, v, out, lse, out).compile().memory_analysis()
     assert memory.temp_size_in_bytes <= 4 * q.size + 2 * 4 * lse.size + 65536
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_parts_are_not_rounded(head_size):
+    """Output and gradients of a part of a call are float32, and nearer to the exact ones."""
+    case = cases.BY_NAME["causal"].larger()
+    case = dataclasses.replace(case, head_size=head_size, value_size=head_size)
+    spec, operands, work = prepared(case)
+    inputs = cases.build(case, "bfloat16")
+    exact = [work.out, *work.backward(inputs.d_out, np.zeros_like(inputs.d_lse))[:3]]
+    lse = jnp.asarray(np.swapaxes(work.lse, 1, 2), jnp.float32)
+    saved = operands, jnp.asarray(work.out, jnp.bfloat16), lse, jnp.asarray(inputs.d_out)
+
+    def errors(spec):
+        out, _ = jax.jit(lambda x: BACKEND.forward(spec, x))(operands)
+        gradients = jax.jit(lambda *x: BACKEND.backward(spec, *x, None))(*saved)
+        found = [out, *gradients[:3]]
+        assert {x.dtype for x in found} == {spec.result_dtype}
+        return [
+            np.linalg.norm(np.asarray(x, np.float64) - y) for x, y in zip(found, exact, strict=True)
+        ]
+
+    spec = spec.replace(platform="sm90", gradients=("query", "key", "value"))
+    pairs = zip(errors(spec.replace(partial=True)), errors(spec), strict=True)
+    assert all(0 < part < rounded for part, rounded in pairs)
 
 
 REPEATED = ["causal", "gemma_window", "both_lengths", "segments_packed", "mask", "dropout"]

@@ -46,12 +46,12 @@ MASK, BIAS = (2, 32, 8192, 8192), (1, 32, 8192, 8192)
 #: name: (spec, bytes of spill stores that are allowed). Spills of a few bytes lie outside the loops.
 PROGRAMS = {
     "d64": (sized(64), 0),
-    "d64_full": (sized(64, **FULL), 0),
+    "d64_full": (sized(64, **FULL, partial=True), 0),
     "d64_plain": (sized(64, **PLAIN), 0),
     "d96": (sized(96), 0),
     "d128": (sized(128), 8),
     "d128_full": (sized(128, **FULL), 0),
-    "d128_window": (sized(128, window=(4095, 0)), 0),
+    "d128_window": (sized(128, window=(4095, 0)), 16),
     "d128_1k": (sized(128, **length(1024)), 0),
     "d128_f16": (sized(128, dtype="float16", softcap=8.0), 8),
     "d128_plain": (sized(128, **PLAIN), 32),  # 666 TFLOP/s with it
@@ -61,7 +61,7 @@ PROGRAMS = {
     "d192": (sized(192), 0),
     "d256": (sized(256), 0),
     "d256_plain": (sized(256, **PLAIN), 0),
-    "d256_full": (sized(256, **FULL), 0),
+    "d256_full": (sized(256, **FULL, partial=True), 0),
     "lengths": (sized(128, query_lengths=True, kv_lengths=True), 32),
     "segments": (sized(128, segment_ids=True), 32),
     "positions": (sized(128, query_positions=True, kv_positions=True, window=(99, 9)), 32),
@@ -75,10 +75,11 @@ PROGRAMS = {
     "d64_lengths": (sized(64, kv_lengths=True), 32),
     "d8": (sized(8), 64),
     "d72_40": (sized(72, 40), 64),
-    "d40_248": (sized(40, 248), 64),
+    "d40_248": (sized(40, 248, partial=True), 64),
     "d200_16": (sized(200, 16), 64),
+    "d256_224": (sized(256, 224), 64),
     "decode": (sized(128, **length(1, 4097), **FULL), 64),
-    "beside_transfers": (sized(128, beside_transfers=True), 8),
+    "beside_transfers": (sized(128, beside_transfers=True, partial=True), 8),
     "t100": (sized(128, **length(100, 77)), 64),
     "t1000_bottom_right": (sized(128, **length(1000, 777), causal_alignment="bottom_right"), 64),
 }
@@ -149,8 +150,10 @@ def test_every_configuration_is_compiled_and_every_choice_is_a_named_one():
 def test_configurations_fit(c):
     size = {4: 64, 1: 128}.get(c.warpgroups, 128)
     size = {(2, 64): 256, (2, 80): 192}.get((c.warpgroups, c.keys), size) if c.turns else size
+    size = 96 if c == config.SIZE_96 else size
     q = c.queries * size * 2 * (2 if c.persistent else 1)
-    kv = c.keys * size * 2 * (c.k_stages + c.v_stages)
+    ones = (32 if size == 96 else 64) if c.ones else 0
+    kv = c.keys * 2 * (size * c.k_stages + (size + ones) * c.v_stages)
     assert q + kv + 2048 <= 232448
     consumers, producer = c.register_split
     assert 128 * (c.warpgroups * consumers + producer) <= 65536
@@ -186,6 +189,56 @@ def test_exp2_on_the_multiply_add_pipe(degree, bound):
     assert error.max() < bound
 
 
+def packed_exp2(y, kept=(True, True)):
+    """float64 [n, 2] of what the kernel makes of exponents [n, 2]; halves that are not kept are masked."""
+    scores = pytest.importorskip("jaxcap.pallas.scores")
+    chosen = np.uint32(0xFFFF * kept[0] | 0xFFFF0000 * kept[1])
+    e, r = (
+        word & chosen | np.uint32(zero) & ~chosen
+        for word, zero in zip(scores.packed_words(y), scores.PACKED_ZERO, strict=True)
+    )
+    pair = (e << 5) + r  # modulo 2**32
+    halves = np.stack([pair << 16, pair & np.uint32(0xFFFF0000)], -1)
+    return halves.view(np.float32).astype(np.float64)
+
+
+def test_packed_exp2_is_as_good_as_rounding_to_bfloat16():
+    y = np.random.default_rng(0).uniform(-126, 112, (500_000, 2)).astype(np.float32)
+    error = packed_exp2(y) / np.exp2(y.astype(np.float64)) - 1
+    rounded = np.exp2(y).astype(jnp.bfloat16).astype(np.float64) / np.exp2(y.astype(np.float64)) - 1
+    assert np.abs(error).max() < 4.25e-3
+    assert np.sqrt((error**2).mean()) < 1.02 * np.sqrt((rounded**2).mean())
+    assert abs(error.mean()) < 1e-4
+
+
+def test_packed_exp2_masks_and_shows_nan():
+    scores = pytest.importorskip("jaxcap.pallas.scores")
+    y = np.random.default_rng(1).uniform(-126, 112, (1000, 2)).astype(np.float32)
+    y[0, 0], y[1, 1] = np.nan, np.nan
+    whole = packed_exp2(y)
+    for kept in ((True, False), (False, True), (False, False)):
+        assert (packed_exp2(y, kept) == np.where(kept, whole, 0.0)).all()
+    assert (whole[[0, 1], [0, 1]] > scores.NAN_SUM).all()
+
+
+def test_the_residual_of_rounded_probabilities_is_allowed_and_nothing_coarser():
+    from tests import cases, conformance
+
+    inputs = cases.build(cases.BY_NAME["cap_30"], "bfloat16", 0)
+    work = inputs.oracle(conformance.dropout_words(inputs))
+    exact = conformance.Expected(inputs, work, {"lse": work.lse}, {"lse": (0.0, 0.0)})
+    wider = conformance.allowed(exact, 0.0, BACKEND.sum_error(30.0, "bfloat16"))
+
+    def complaints(dtype):
+        p = work.p * 1.3  # no largest probability is exactly 1
+        l = p.astype(dtype).astype(np.float64).sum(3) / p.sum(3)
+        return conformance.complaints({"lse": work.lse + np.log(np.swapaxes(l, 1, 2))}, wider)
+
+    assert not complaints(jnp.bfloat16)
+    assert len(complaints(jnp.float8_e4m3b11fnuz)) == 2
+    assert not BACKEND.sum_error(30.0, "float16")
+
+
 def test_the_exponent_stays_where_exp2_on_the_multiply_add_pipe_is_right():
     for cap in (0.5, 1.0, 8.0, 30.0, 43.0, 50.0, 60.0):
         for s in (65, 8192, 2**20):
@@ -193,7 +246,7 @@ def test_the_exponent_stays_where_exp2_on_the_multiply_add_pipe_is_right():
                 spec = BASE.replace(softcap=cap, key_length=s, dtype=dtype)
                 if (shift := bounded_shift(spec, dtype)) is not None:
                     assert -cap * LOG2E - shift >= -126
-                    assert cap * LOG2E - shift <= 126
+                    assert cap * LOG2E - shift + math.log2(s) < 100  # `scores.NAN_SUM`
 
 
 # ---- schedule -----------------------------------------------------------------------------------
@@ -367,7 +420,9 @@ SMALL = BASE.replace(query_length=1024, key_length=1024, batch=4)
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(
-    "changes", [{}, {"kv_lengths": True, "segment_ids": True}, {"sinks": True}], ids=str
+    "changes",
+    [{"partial": True}, {"kv_lengths": True, "segment_ids": True}, {"sinks": True}],
+    ids=str,
 )
 def test_lowers_under_shard_map(changes, check_vma):
     spec = SMALL.replace(**changes)
@@ -385,6 +440,7 @@ def test_lowers_under_shard_map(changes, check_vma):
     )
     lowered = jax.jit(mapped).trace(operands).lower(lowering_platforms=("cuda",))
     assert [x.shape for x in lowered.out_info] == [(4, 1024, 32, 128), (4, 32, 1024)]
+    assert lowered.out_info[0].dtype == spec.result_dtype
 
 
 def test_lowers_under_scan_and_remat():
@@ -431,10 +487,13 @@ def test_configurations_on_the_gpu(name, softcap):
     exact = Operands(*(x.astype(jnp.float32) for x in (q, k, v)))
     wanted, wanted_lse = reference.BACKEND.forward(spec.replace(dtype="float32"), exact)
     error = jnp.linalg.norm(out.astype(jnp.float32) - wanted) / jnp.linalg.norm(wanted)
-    assert error < 4e-3
+    # With the sums of rounded probabilities the output's own rounding is most of the error.
+    summed = softcap is not None and GPU_CONFIGS[name].ones
+    assert error < (2e-3 if summed else 4e-3)
     dead = wanted_lse == -jnp.inf
     assert (dead == (lse == -jnp.inf)).all()
-    assert jnp.where(dead, 0, jnp.abs(lse - wanted_lse)).max() < 5e-3
+    rounding = 4.3e-3 if summed else 0.0
+    assert jnp.where(dead, 0, jnp.abs(lse - wanted_lse)).max() < 5e-3 + rounding
 
 
 @pytest.mark.gpu

@@ -5,6 +5,8 @@ vmap's folding, partitioning, the log.
 """
 
 import functools
+import gzip
+import json
 import re
 
 import jax
@@ -142,3 +144,25 @@ def test_the_selector_takes_it_for_training_on_hopper():
     found = jaxcap.explain(Q, KV, KV, softcap=50.0, is_causal=True, platform="sm90")
     assert (found.forward.backend, found.training.backend) == ("pallas", "pallas")
     assert "pallas" in selection.backends()
+
+
+@pytest.mark.gpu
+def test_a_trace_names_what_ran(tmp_path):
+    """The forward's kernel and the backward's, and none of another library."""
+    x = jnp.ones((1, 256, 2, 64), jnp.bfloat16)
+    run = jax.jit(gradient)
+    jax.block_until_ready(run(x, x, x))
+    with jax.profiler.trace(tmp_path):
+        jax.block_until_ready(run(x, x, x))
+    (path,) = tmp_path.rglob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    devices = {
+        event["pid"]
+        for event in events
+        if event.get("name") == "process_name" and "GPU" in event["args"]["name"]
+    }
+    names = {e["name"] for e in events if e.get("ph") == "X" and e["pid"] in devices}
+    found = sorted(name for name in names if "mosaic" in name)
+    assert len(found) == 2, names
+    assert any("backward" in name for name in found), names
+    assert not any(re.search("cudnn|flash|triton|gemm", name) for name in names), names

@@ -5,15 +5,22 @@ from jaxcap.spec import Array, AttentionSpec, Gradients, Operands
 
 MAX_HEAD_SIZE = 256
 DTYPES = ("bfloat16", "float16")
+#: Of rounding to bfloat16 as `scores.exp2_packed` does, in the mean square.
+ROUNDING = 1.68e-3
 
 
 class Pallas:
     name = "pallas"
     cuda_only = True  # a call that is traced here and compiled for a CPU needs another backend
+    wide = True  # partial results in float32
 
     def tanh_error(self, softcap: float) -> float:
         """Relative error of tanh."""
         return TANH_APPROX_ERROR if softcap <= LARGE_CAP else 0.0
+
+    def sum_error(self, softcap: float | None, dtype: str) -> float:
+        """Relative error, in the mean square, of a probability in the sums behind the residual."""
+        return ROUNDING if softcap and dtype == "bfloat16" else 0.0
 
     def reasons(self, spec: AttentionSpec) -> list[str]:
         found = []

@@ -94,6 +94,7 @@ def make_plan(spec: AttentionSpec, config: Any = None) -> Any:
         table=dynamic or spec.deterministic,
         empty_queries=may_have_empty_queries(spec),
         deterministic=spec.deterministic,
+        partial=spec.partial,
     )
 
 
@@ -218,8 +219,8 @@ def backward(
     plan = dataclasses.replace(plan, shared_rows=shared)
     results = {
         "dq": jnp.zeros(plan.dq_shape, jnp.float32),
-        "dk": jnp.zeros(operands.key.shape, plan.dtype),
-        "dv": jnp.zeros(operands.value.shape, plan.dtype),
+        "dk": jnp.zeros(operands.key.shape, plan.result_dtype),
+        "dv": jnp.zeros(operands.value.shape, plan.result_dtype),
     }
     if plan.scores.bias_gradient:
         results["dbias"] = jnp.zeros(operands.bias.shape, jnp.float32)
@@ -233,8 +234,9 @@ def backward(
     varying = varying_over(inputs)
     done = jax.tree.map(varying, pl.run_state(run)(results))
     total = unpermuted(plan, done["dq"])[:, : spec.query_length, :, : spec.head_size]
-    d_query = (total * (plan.scores.scale * 2.0**-up)).astype(plan.dtype)
+    d_query = (total * (plan.scores.scale * 2.0**-up)).astype(plan.result_dtype)
     d_bias = None
     if "dbias" in done:
-        d_bias = (done["dbias"] * 2.0**-up).astype(operands.bias.dtype)
+        d_bias = done["dbias"] * 2.0**-up
+        d_bias = d_bias if spec.partial else d_bias.astype(operands.bias.dtype)
     return Gradients(query=d_query, key=done["dk"], value=done["dv"], bias=d_bias, sinks=d_sinks)

@@ -30,6 +30,7 @@ class Plan:
     table: bool = False  # the query tiles of a KV tile come from memory
     empty_queries: bool = False  # rows that attend nothing may hold NaN
     deterministic: bool = False
+    partial: bool = False  # dK and dV in float32
     shared_rows: tuple[str, ...] = ()  # operands whose batch axis is 1
 
     @property
@@ -39,6 +40,10 @@ class Plan:
     @property
     def dtype(self) -> Any:
         return self.scores.dtype
+
+    @property
+    def result_dtype(self) -> Any:
+        return jnp.dtype(jnp.float32) if self.partial else self.dtype
 
     @property
     def whole(self) -> bool:

@@ -35,6 +35,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxcap.pallas import wide
 from jaxcap.pallas.backward_plan import WIDTH, Plan, Walk
 from jaxcap.pallas.backward_scores import boost, probabilities, red_add, score_gradients
 from jaxcap.pallas.backward_tiles import (
@@ -191,7 +192,11 @@ class Block:
             plgpu.commit_smem()
 
     def finish(self, tile: Tile, first: Any, value: Any, target: Any) -> None:
-        """Writes dK or dV over K or V in shared memory and begins to copy it out."""
+        """Writes dK or dV over K or V in shared memory and begins to copy it out; in float32 directly."""
+        if self.plan.partial:
+            row = self.n * self.c.block_kv + first
+            wide.store_rows(value, target, self.b, row, self.h, WGMMA)
+            return
         rows = pl.ds(first, self.c.rows)
         tile.write(rows, value.astype(self.plan.dtype))
         plgpu.commit_smem()
@@ -590,7 +595,7 @@ def kernel(plan: Plan, inputs: dict[str, Any], sums: dict[str, Any]) -> tuple[An
 
     return plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct(inputs[x].shape, inputs[x].dtype) for x in ("k", "v")],
+        out_type=[jax.ShapeDtypeStruct(inputs[x].shape, plan.result_dtype) for x in ("k", "v")],
         grid=(plan.batch, plan.kv_heads, plan.kv_tiles),
         grid_names=("b", "h", "n"),
         num_threads=c.compute + 1,

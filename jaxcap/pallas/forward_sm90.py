@@ -5,7 +5,9 @@ Roles. Warpgroups 0..W-1 consume: each owns 64 queries and computes, tile of key
     S = Q K^T;   P = exp2(score(S) - m);   l += rowsum(P);   O += P V
 
 with m a constant where the cap bounds the scores (`softcap.bounded_shift`), else the running
-maximum, for which l and O are rescaled. Warpgroup W produces: it issues the TMA loads.
+maximum, for which l and O are rescaled. With a constant, in bfloat16, a chunk of ones stands beside V in
+every slot, and the product with eight of its columns is rowsum(P). Warpgroup W produces: it issues the
+TMA loads.
 
 Schedule of a consumer, tile j: while P(j-1) V(j-1) runs, P(j) is computed from S(j). The wait for a
 product stands at the top of the next step, behind a branch: before the branch ptxas would move it up in
@@ -39,7 +41,7 @@ from jaxlib.mlir.dialects import arith, memref
 from jaxcap import tile_tables, tiles
 from jaxcap.mask import keep_tile
 from jaxcap.pallas import instructions as ins
-from jaxcap.pallas import schedule
+from jaxcap.pallas import schedule, wide
 from jaxcap.pallas import scores as sc
 from jaxcap.pallas.config import HEADROOM, ForwardConfig
 from jaxcap.pallas.instructions import ACC, ROW, const
@@ -50,6 +52,7 @@ from jaxcap.spec import Array, AttentionSpec, Operands
 
 I32 = jnp.int32
 Q_FREE, FREE = 6, 8
+SHARED_MEMORY = 225 * 1024  # for tiles, of the 227 KB that a block may have
 MOST_TILES = 2**17  # whose order is worked out when the call is traced, at a microsecond each
 LN2 = math.log(2.0)
 
@@ -61,8 +64,9 @@ def chunk_width(size: int) -> int:
 
 # ---- end of a tile of queries --------------------------------------------------------------------
 def finished(acc, state, lse, sinks, tile: Tile, call: Scores, shift: int | None, dtype: Any):
-    """O / l in 16 bits; writes the log-sum-exp of the rows that are there. Empty rows: 0 and -inf."""
+    """O / l in `dtype`; writes the log-sum-exp of the rows that are there. Empty rows: 0 and -inf."""
     rate = call.dropout_rate
+    summed = state[0].ndim == 2  # by the product with V
 
     def body(ctx, acc, state, lse_ref, sink_refs, scalars):
         del ctx
@@ -73,7 +77,12 @@ def finished(acc, state, lse, sinks, tile: Tile, call: Scores, shift: int | None
         factors = []
         for half in (0, 1):
             row = places.rows[half]
-            l = sc.quad_sum(state[0][half])
+            if summed:  # a whole row's, in each of two columns
+                l = state[0][2 * half]
+                good = arith.cmpf(arith.CmpFPredicate.OLT, l, const(sc.NAN_SUM))
+                l = arith.select(good, l, const(math.nan))
+            else:
+                l = sc.quad_sum(state[0][half])
             m = const(float(shift)) if shift is not None else state[1][half]
             inside = sc.compare(row, "slt", at.q_stop)
             zero = arith.cmpf(arith.CmpFPredicate.OEQ, l, const(0.0))
@@ -114,14 +123,14 @@ def finished(acc, state, lse, sinks, tile: Tile, call: Scores, shift: int | None
     out = plgpu.inline_mgpu(
         arg_types=(
             ACC,
-            (ROW,) * len(state),
+            (ACC if summed else ROW,) * len(state),
             refs,
             (refs,) * len(sinks),
             (ins.SPLAT,) * len(numbers),
         ),
         return_type=ins.struct(acc.shape, jnp.float32, ACC),
     )(body)(acc, state, lse, sinks, numbers)
-    return ins.to_16bit(out, dtype)
+    return out if dtype == jnp.float32 else ins.to_16bit(out, dtype)
 
 
 # ---- what the kernel is told beside Q, K and V ---------------------------------------------------
@@ -206,6 +215,7 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
     wq, wv = chunk_width(H), chunk_width(V)
     cq, cv = -(-H // wq), -(-V // wv)
     share = (cq, wq) == (cv, wv)  # O is staged where Q was
+    staged = not spec.partial
     heads = next(g for g in range(min(8, B * N), 0, -1) if B * N % g == 0)
     place_of = functools.partial(
         schedule.coordinates,
@@ -222,13 +232,22 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
         costs = schedule.band_steps(grid, None, i, 0, T, S).count + schedule.OVERHEAD
         side["work"] = jnp.asarray(schedule.work_table(costs, workers))
     q_slots = 2 if persistent else 1
+    # Where there is room, l is the sum of P as it is rounded; not with dropout, which comes after the sum.
+    ones = config.ones and shift is not None and not spec.dropout_rate
+    ones = ones and dtype == jnp.bfloat16 and V % wv == 0 and V <= 248
+    elements = (
+        q_slots * cq * rows * wq + stages[0] * cq * keys * wq + stages[1] * (cv + 1) * keys * wv
+    )
+    elements += 0 if share or not staged else cv * rows * wv
+    ones = ones and 2 * elements <= SHARED_MEMORY
+    packed = lambda pair: ones and sc.uses_fma(pair, config.exp_packed)
     names = list(side)
 
     def kernel(q, k, v, *refs):
         refs = list(refs)
         given = {name: refs.pop(0) for name in names}
         out, lse, qs, ks, vs, *rest = refs
-        os = qs if share else rest.pop(0)
+        os = rest.pop(0) if staged and not share else qs
         q_full, k_full, v_full = rest
         wg, cta = lax.axis_index("wg"), lax.axis_index("x")
         none = wg * 0  # a zero that is no constant: slices may reach past the end of an array
@@ -299,12 +318,15 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                 pl.when(wg == W - 1)(lambda: ins.named_barrier("arrive", turn, 256))
             # Units of 16 bytes: of a slot, and where the buffers begin.
             q_size, k_size, v_size = (
-                c * r * w // 8 for c, r, w in ((cq, rows, wq), (cq, keys, wq), (cv, keys, wv))
+                c * r * w // 8
+                for c, r, w in ((cq, rows, wq), (cq, keys, wq), (cv + ones, keys, wv))
             )
             q_base, k_base, v_base = (
                 ins.base_of(x, 2 * w) for x, w in ((qs, wq), (ks, wq), (vs, wv))
             )
             q_base = q_base + wg * (64 * wq // 8)
+            if ones:
+                ins.write_ones(vs, cv, 2 * wv)
 
             def tile(n, index, used):
                 """One tile of queries; `used`: KV slots used before it."""
@@ -323,7 +345,7 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                         extra.append((given["live"], plgpu.RefType()))
                     slot = v_slot(used + j)
                     dirty = (j < lead) | (j >= full)
-                    pl.when(dirty)(lambda: ins.zero_rows(vs, slot, dead_key, extra, 2 * wv))
+                    pl.when(dirty)(lambda: ins.zero_rows(vs, slot, dead_key, extra, 2 * wv, cv))
 
                 def skip(j, _):
                     plgpu.barrier_wait(k_full.at[k_slot(used + j)])
@@ -361,7 +383,7 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     free_q = lambda: ins.named_barrier("arrive", Q_FREE + 1 - q_slot, threads)
                     pl.when(n > 0)(free_q)
-                state = (filled((64,), ROW),)
+                state = () if ones else (filled((64,), ROW),)
                 if shift is None:
                     state += (filled((64,), ROW, -jnp.inf), filled((64,), ROW))
                 p, state = score(begin, s, state, masks, None)
@@ -372,8 +394,8 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                     plgpu.wgmma_wait(0)
                     pl.when(j > begin)(lambda: free_v(used + j - 1))
                     if shift is None:
-                        o = rescaled(ins.settled(o), state[2])
-                    return ins.to_16bit(p, dtype), o
+                        o = (rescaled(ins.settled(*o), state[2]),)
+                    return ins.to_16bit(p, dtype, packed), o
 
                 def step(j, carry, masked):
                     p, o, state, (k_at, v_at) = carry
@@ -391,7 +413,8 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                     p, state = score(j, s, state, masked)
                     return p, o, state, (k_unit(j + 1), v_unit(j))
 
-                carry = (p, filled((64, V), ACC), state, (k_unit(begin + 1), v_unit(begin)))
+                o = tuple(filled((64, n), ACC) for n in ((V, 8) if ones else (V,)))
+                carry = (p, o, state, (k_unit(begin + 1), v_unit(begin)))
                 at = begin + 1
                 parts = ((lead, lead_most - 1, True), (full, 1, False), (end, trail_most, True))
                 for stop, most, masked in parts:
@@ -408,13 +431,20 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                 clean(end - 1)
                 o = pv(o, p, v_at)
                 plgpu.wgmma_wait(0)
-                o = ins.settled(o)
+                o = ins.settled(*o)
+                if ones:
+                    o, *sums = o
+                    state = tuple(sums)
                 free_v(used + end - 1)
                 if own is not None:
                     lax.fori_loop(end, count, skip, None)
                 first = work.q_first + wg * 64
                 where = Tile(first, I32(0), work.b, work.h, work.k_stop, work.q_stop)
-                o = finished(o, state, lse, given.get("sinks"), where, call, shift, dtype)
+                sinks = given.get("sinks")
+                o = finished(o, state, lse, sinks, where, call, shift, spec.result_dtype)
+                if not staged:
+                    wide.store_rows(o, out, work.b, first, work.h, ACC)
+                    return used + count
                 ins.store_rows(o, os, q_slot, wg * 64, 2 * wv)
                 plgpu.commit_smem()
                 for c in range(cv):
@@ -477,7 +507,7 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
     call_kernel = plgpu.kernel(
         kernel,
         out_type=[
-            jax.ShapeDtypeStruct((B, T, N, V), dtype),
+            jax.ShapeDtypeStruct((B, T, N, V), spec.result_dtype),
             jax.ShapeDtypeStruct((B, N, T), jnp.float32),
         ],
         grid=(workers if persistent else total,),
@@ -487,8 +517,8 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
         scratch_types=[
             buffer(q_slots, cq, rows, wq),
             buffer(stages[0], cq, keys, wq),
-            buffer(stages[1], cv, keys, wv),
-            *([] if share else [buffer(1, cv, rows, wv)]),
+            buffer(stages[1], cv + ones, keys, wv),
+            *([buffer(1, cv, rows, wv)] if staged and not share else []),
             plgpu.Barrier(num_arrivals=cq, num_barriers=q_slots),
             plgpu.Barrier(num_arrivals=cq, num_barriers=stages[0]),
             plgpu.Barrier(num_arrivals=cv, num_barriers=stages[1]),

@@ -10,6 +10,7 @@ group, row or row + 8, column or column + 1). A product is in flight from `qk` o
 `plgpu.wgmma_wait`; nothing may read or write its registers before.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -210,23 +211,30 @@ def _pairs(x: mgpu.FragmentedArray) -> list[ir.Value]:
     return [vector.extract(vector.bitcast(pair, v), [], [0]) for v in x.registers.flat]
 
 
-def pv(acc: Any, p: Any, v_unit: Any, rows: int, swizzle: int, dtype: Any) -> Any:
-    """O + P V, begun: `p` [64, rows] 16-bit in `WG`; a tile of V [chunks, rows, width] begins at `v_unit`."""
-    n = acc.shape[1]
+def pv(acc: tuple, p: Any, v_unit: Any, rows: int, swizzle: int, dtype: Any) -> tuple:
+    """(O + P V,), begun: `p` [64, rows] 16-bit in `WG`; a tile of V [chunks, rows, width] begins at `v_unit`.
+
+    Of an `acc` (O, l), l [64, 8], the second is what P times the columns after V adds to it, in the same
+    wgmma: in them are ones (`write_ones`).
+    """
+    n = sum(x.shape[1] for x in acc)
 
     def body(ctx, acc, p, v):
         del ctx
         b = _described(v.registers[()], rows * swizzle, 8 * swizzle, swizzle)
-        a, o = _pairs(mgpu.optimization_barrier(p)), scalars(acc)
+        a, o = _pairs(mgpu.optimization_barrier(p)), [y for x in acc for y in scalars(x)]
         _fence()
         for step in range(rows // 16):
             b_step = _advanced(b, step * 16 * swizzle)
             o = _wgmma(o, a[4 * step : 4 * step + 4], b_step, n, _name(dtype), True)
         _commit()
-        return fragment(o, (64, n), ACC)
+        ends = [0, *itertools.accumulate(x.shape[1] // 2 for x in acc)]
+        parts = (o[i:j] for i, j in itertools.pairwise(ends))
+        return tuple(fragment(y, x.shape, ACC) for x, y in zip(acc, parts, strict=True))
 
-    arguments = [(acc, ACC), (p, WG), scalar(v_unit)]
-    return inline(body, arguments, struct(acc.shape, jnp.float32, ACC))
+    arguments = [(acc, (ACC,) * len(acc)), (p, WG), scalar(v_unit)]
+    returns = tuple(struct(x.shape, jnp.float32, ACC) for x in acc)
+    return inline(body, arguments, returns)
 
 
 def settled(*arrays: Any) -> Any:
@@ -252,8 +260,12 @@ def settled(*arrays: Any) -> Any:
     return done if len(arrays) > 1 else done[0]
 
 
-def to_16bit(p: Any, dtype: Any) -> Any:
-    """float32 in `ACC` -> 16-bit in `WG`, kept behind the wait before it (the empty asm is ordered)."""
+def to_16bit(p: Any, dtype: Any, packed: Callable[[int], bool] = lambda pair: False) -> Any:
+    """float32 in `ACC` -> 16-bit in `WG`, kept behind the wait before it (the empty asm is ordered).
+
+    Where `packed(pair)`, the pair is in two words already (`scores.exp2_packed`): the result is their sum,
+    not before the wait either, or ptxas lets it overwrite the operands of a product in flight.
+    """
 
     def body(ctx, x):
         del ctx
@@ -264,7 +276,11 @@ def to_16bit(p: Any, dtype: Any) -> Any:
         registers = np.empty(WG.to_mgpu().registers_shape(x.shape), object)
         for i in range(registers.size):  # the first source is the upper half
             low, high = values[2 * i], values[2 * i + 1]
-            pair = asm(i32(), [high, low], f"cvt.rn.{name}.f32 $0, $1, $2;", "=r,f,f")
+            if packed(i):
+                e, r = (arith.bitcast(i32(), x) for x in (low, high))
+                pair = arith.addi(arith.shli(e, const(5)), r)
+            else:
+                pair = asm(i32(), [high, low], f"cvt.rn.{name}.f32 $0, $1, $2;", "=r,f,f")
             one = vector.from_elements(ir.VectorType.get((1,), i32()), [pair])
             registers.flat[i] = vector.bitcast(kind, one)
         return mgpu.FragmentedArray(_registers=registers, _layout=WG.to_mgpu(), _is_signed=None)
@@ -324,10 +340,41 @@ def store_rows(x: Any, ref: Any, slot: Any, first_row: Any, swizzle: int) -> Non
     inline(body, [(x, WG), swizzled(ref, swizzle), scalar(slot), scalar(first_row)])
 
 
+def write_ones(ref: Any, chunk: int, swizzle: int) -> None:
+    """Ones of 16 bits into `chunk` of every slot of `ref` [slots, chunks, rows, width].
+
+    Every warpgroup does, for itself as in `zero_rows`.
+    """
+    slots, chunks, rows, _ = ref.shape
+    size = rows * swizzle
+
+    def body(ctx, tile):
+        del ctx
+        lane, warp = lane_and_warp()
+        at = arith.shli(arith.addi(arith.shli(warp, const(5)), lane), const(4))
+        base = utils.memref_ptr(tile)
+        i8 = ir.IntegerType.get_signless(8)
+        bf16 = isinstance(ir.MemRefType(tile.type).element_type, ir.BF16Type)
+        word = const(0x3F803F80 if bf16 else 0x3C003C00)
+        ones = vector.broadcast(ir.VectorType.get((4,), i32()), word)
+        for slot in range(slots):
+            start = (slot * chunks + chunk) * size
+            for first in range(0, size, 16 * WARPGROUP):
+                inside = arith.cmpi(arith.CmpIPredicate.slt, at, const(size - first))
+                with mgpu.when(inside):
+                    offset = arith.addi(at, const(start + first))
+                    llvm.store(ones, utils.getelementptr(base, [offset], i8), alignment=16)
+        asm(void(), [], "fence.proxy.async.shared::cta;", "", True)
+        utils.warpgroup_barrier()
+
+    inline(body, [swizzled(ref, swizzle)])
+
+
 def zero_rows(
-    ref: Any, slot: Any, dead: Callable, extra: Sequence[tuple[Any, Any]], swizzle: int
+    ref: Any, slot: Any, dead: Callable, extra: Sequence[tuple[Any, Any]], swizzle: int, used: int
 ) -> None:
-    """Zero the rows of `ref` [slots, chunks, rows, width][slot] for which dead(row, *extra) holds.
+    """Zero the rows of `ref` [slots, chunks, rows, width][slot] for which dead(row, *extra) holds, in the
+    first `used` chunks.
 
     Every warpgroup that multiplies by the tile calls this first: it orders its own stores before its
     own products, and zeros over zeros harm nobody.
@@ -350,7 +397,7 @@ def zero_rows(
                 kill = arith.andi(kill, inside)
             with mgpu.when(kill):
                 at_row = arith.addi(start, arith.muli(row, const(swizzle)))
-                for chunk in range(chunks):
+                for chunk in range(used):
                     for byte in range(0, swizzle, 16):
                         offset = arith.addi(at_row, const(chunk * rows * swizzle + byte))
                         llvm.store(zero, utils.getelementptr(base, [offset], i8), alignment=16)

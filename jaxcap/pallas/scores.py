@@ -7,7 +7,8 @@ of `instructions.inline`, on MLIR scalars; what a call does not use is not emitt
 Exponents are in base 2: score * log2(e). Approximations, with their errors over all of float32:
 tanh.approx.f32, relative 2**-11, for caps up to `softcap.LARGE_CAP`; ex2.approx.ftz.f32, relative 2**-22;
 `exp2_fma`, the same on the multiply-add pipe for |exponent| < 126, relative 7.5e-5 (degree 3) or 2.6e-6
-(degree 4). bfloat16 rounds by up to 3.9e-3 / 2.
+(degree 4). bfloat16 rounds by up to 3.9e-3, 1.66e-3 in the mean square; `exp2_packed`, which is rounded
+to it, is off by up to 4.2e-3 and 1.68e-3.
 """
 
 import dataclasses
@@ -36,6 +37,19 @@ EXP2 = {
         0.009570102109042416,
     ),
 }
+#: `exp2_packed`: float16 coefficients of 36864 + 32 * 128 * (2**(v - 1) - 1) on [1, 2), the highest first,
+#: twice in a word. There float16 goes in steps of 32, so that its bits are the seven of a bfloat16 fraction,
+#: and 241 * 128. n - 114 is negative, so that the lower half of E << 5 plus R always carries into the upper
+#: one, whose last coefficient is a step less.
+PACKED_EXP2 = tuple(
+    int(np.float16(a).view(np.uint16)) | int(np.float16(b).view(np.uint16)) << 16
+    for a, b in ((306.5, 306.5), (23.78125, 23.78125), (1878.0, 1878.0), (34656.0, 34624.0))
+)
+PACKED_BIAS = 127 - 241
+PACKED_FRACTION, PACKED_EXPONENT = 0x03FF03FF, 0x07FC07FC  # f, and n - 114 in nine bits
+PACKED_ZERO = (0x00000400, 0xFFFF8000)  # whose sum is zero in both halves, with the carry
+#: No row sum is as large, but of a NaN in `exp2_packed`.
+NAN_SUM = 2.0**100
 At = tuple[int, int, int]
 #: Adding it rounds to an integer that stands in the low bits of the sum.
 MAGIC = 12582912.0
@@ -84,6 +98,45 @@ def exp2_fma(t: ir.Value, factor: float, shift: int, degree: int) -> ir.Value:
         p = fma(p, f, const(a))
     exponent = arith.shli(arith.bitcast(i32(), rounded), const(23))
     return arith.bitcast(f32(), arith.addi(arith.bitcast(i32(), p), exponent))
+
+
+def exp2_packed(t: Sequence[ir.Value], factor: float, shift: int) -> list[ir.Value]:
+    """Two of 2**(t * factor - shift) as bfloat16, the exponent in [-126, 112]: words (E, R), as float32, for
+    which (E << 5) + R has the first in its lower half and the second in its upper.
+
+    With n + f = t * factor - shift in steps of 1/1024, 0 <= f < 1, a float32 sum's low bits are n and f;
+    1 + f as float16 gives R, 2**f and a constant, by Horner's rule; E holds n. A NaN, all its bits ones but
+    the sign, gives 2**113 or more, see `NAN_SUM`. `packed_words` is the same in NumPy.
+    """
+    first = MAGIC + 1024.0 * (PACKED_BIAS - shift)
+    r = [arith.bitcast(i32(), fma(x, const(1024.0 * factor), const(first))) for x in t]
+    low = asm(i32(), r, "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r")
+    middle = asm(i32(), r, "prmt.b32 $0, $1, $2, 0x6521;", "=r,r,r")
+    mask, one = const(PACKED_FRACTION), const(0x3C003C00)
+    v = asm(i32(), [low, mask, one], "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r")  # (a & b) | c
+    p, *rest = (const(c) for c in PACKED_EXP2)
+    for c in rest:
+        p = asm(i32(), [p, v, c], "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r")
+    e = arith.andi(middle, const(PACKED_EXPONENT))
+    return [arith.bitcast(f32(), x) for x in (e, p)]
+
+
+def masked_pair(pair: Sequence[ir.Value], keep: Sequence[ir.Value | None]) -> list[ir.Value]:
+    """`exp2_packed` where kept, else zeros."""
+    if keep[0] is None and keep[1] is None:
+        return list(pair)
+    zero = const(0)
+    halves = [
+        const(bits) if kept is None else arith.select(kept, const(bits), zero)
+        for kept, bits in zip(keep, (0xFFFF, 0xFFFF0000), strict=True)
+    ]
+    chosen = arith.ori(*halves)
+    out = []
+    for word, other in zip(pair, PACKED_ZERO, strict=True):
+        args = [chosen, arith.bitcast(i32(), word), const(other)]
+        word = asm(i32(), args, "lop3.b32 $0, $1, $2, $3, 0xCA;", "=r,r,r,r")  # a ? b : c
+        out.append(arith.bitcast(f32(), word))
+    return out
 
 
 def below(x: ir.Value, limit: float) -> ir.Value:
@@ -499,6 +552,22 @@ def _philox(key: Sequence[ir.Value], counter: Sequence[ir.Value]) -> list[ir.Val
 def uses_fma(n: int, share: tuple[int, int] | None) -> bool:
     """Whether register n takes exp2 on the multiply-add pipe: `share` (a, b) is a of every b."""
     return share is not None and (n + 1) % share[1] < share[0]
+
+
+def packed_words(y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`exp2_packed` of factor 1 and shift 0 in NumPy: (E, R) as uint32, of y [..., 2]."""
+    start = np.float64(MAGIC + 1024.0 * PACKED_BIAS)  # products and sums below are exact in float64
+    r = (1024.0 * y.astype(np.float64) + start).astype(np.float32).view(np.uint32)
+    r = np.where(np.isnan(y), np.uint32(0x7FFFFFFF), r)
+    first, second = r[..., 0], r[..., 1]
+    e = (first >> 8 & 0xFFFF | (second >> 8) << 16) & np.uint32(PACKED_EXPONENT)
+    v = 1 + np.stack([first, second], -1).astype(np.int64) % 1024 / 1024
+    words = np.array(PACKED_EXP2, np.uint32)
+    p, *rest = np.stack([words & 0xFFFF, words >> 16], -1).astype(np.uint16).view(np.float16)
+    for c in rest:
+        p = (p.astype(np.float64) * v + c.astype(np.float64)).astype(np.float16)
+    bits = p.view(np.uint16).astype(np.uint32)
+    return e, bits[..., 0] | bits[..., 1] << 16
 
 
 def exp2_reference(x: np.ndarray, degree: int) -> np.ndarray:

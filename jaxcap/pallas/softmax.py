@@ -1,6 +1,8 @@
 """Softmax of one tile of logits in registers: P, its row sums, and what O must be multiplied by.
 
-Bounded form (`softcap.bounded_shift`): P = exp2(score - shift), one constant for all rows.
+Bounded form (`softcap.bounded_shift`): P = exp2(score - shift), one constant for all rows. In bfloat16 l is
+the sum of the rounded P, as the product with V takes them: a column of ones beside V adds them up. The
+rounding of a dominant P then cancels in O / l, and nothing is added here.
 
 Online form: P = exp2(score - m), m the maximum of the row so far. Without a cap and a bias, a tile without
 masks is tried with the m of the tiles before: wherever that m does, the sums of P are finite and below
@@ -40,7 +42,8 @@ def softmax(
     """(P float32, state): state is (l,) in the bounded form, (l, m, alpha) in the online form.
 
     `limit`: of sums beside the old maximum, 2**config.HEADROOM; None where there is none yet.
-    l is a thread's own partial sum of its two rows, so that no shuffle is needed before the end.
+    l is a thread's own partial sum of its two rows, so that no shuffle is needed before the end. The state
+    is () where the product with V sums; P may hold pairs of words then, see `ForwardConfig.exp_packed`.
     """
     shape = s.shape
 
@@ -55,7 +58,7 @@ def softmax(
         drop = call.survives(places, at, arrays)
         state = [ins.scalars(v) for v in state]
         if shift is not None:
-            p, new = _bounded(x, state[0], order, keep, call, config, shift)
+            p, new = _bounded(x, state, order, keep, call, config, shift)
         else:
             added = call.added(places, at, arrays)
             p, new = _online(x, state, order, keep, added, call, None if masked else limit)
@@ -99,18 +102,25 @@ def _bounded(
     config: ForwardConfig,
     shift: int,
 ):
-    """(P, [l]): P = 2**(cap * log2(e) * tanh - shift)."""
+    """(P, [l] or []): P = 2**(cap * log2(e) * tanh - shift)."""
     p = []
     for n, at in enumerate(order):
+        in_words = not l and sc.uses_fma(n // 2, config.exp_packed)
+        if in_words and n % 2:
+            continue
         t, factor = call.capped(x[n])
-        if sc.uses_fma(n, config.exp_fma):
+        if in_words:
+            pair = sc.exp2_packed([t, call.capped(x[n + 1])[0]], factor, shift)
+            p += sc.masked_pair(pair, [keep(*at), keep(*order[n + 1])])
+            continue
+        if l and sc.uses_fma(n, config.exp_fma):
             value = sc.exp2_fma(t, factor, shift, config.exp_degree)
         elif shift:
             value = sc.exp2(sc.fma(t, const(factor), const(float(-shift))))
         else:
             value = sc.exp2(arith.mulf(t, const(factor)))
         p.append(sc.select(keep(*at), value, const(0.0)))
-    return p, [_sums(l, _row_sums(p, order))]
+    return p, [_sums(l[0], _row_sums(p, order))] if l else []
 
 
 def _online(
