@@ -11,20 +11,22 @@ itself: its worker is ended, and another goes on with the next cell.
 
 import argparse
 import dataclasses
-import datetime
 import json
 import os
 import pathlib
 import sys
 import tempfile
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks import scaling_report
+from benchmarks import scaling_rates, scaling_report, scaling_training
 from benchmarks.scaling_cells import LAYOUTS, MASKS, Cell, Wanted
 from benchmarks.scaling_model import KINDS, PASSES
 from benchmarks.scaling_pool import Job, Pool
 
+HOP_JOBS = 2  # processes that share the kernels' table
+#: Compiling takes longer than running, on virtual devices.
+QUICK = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
@@ -73,11 +75,13 @@ def parser() -> argparse.ArgumentParser:
         help="for compiling or running one",
     )
     add("--seconds", type=float, default=0.25, metavar="S", help="of timing a cell")
-    workers = max(2, min(6, (os.cpu_count() or 1) // 8))
+    workers = max(2, min(16, (os.cpu_count() or 1) // 3))
     add("--workers", type=int, default=workers, help="processes that compile side by side")
     add("--json", type=pathlib.Path, metavar="FILE", help="default: in benchmarks/results, or runs")
     add("--fresh", action="store_true", help="measure again what the JSON has")
-    add("--hops", action="store_true", help="measure a ring's hops on one GPU, and nothing else")
+    add("--hops", action="store_true", help="measure the kernels on one GPU, and nothing else")
+    add("--no-training", dest="training", action="store_false", help="leave out the example")
+    add("--no-hops", dest="kernels", action="store_false", help="leave out the kernels alone")
     return made
 
 
@@ -85,8 +89,8 @@ def environment(platform: str, devices: int) -> dict[str, str]:
     """Of the workers."""
     changed = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
     if platform == "cpu":
-        flag = f"--xla_force_host_platform_device_count={devices}"
-        changed |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flag}
+        flags = (f"--xla_force_host_platform_device_count={devices}", *QUICK)
+        changed |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
     return {**os.environ, **changed}
 
 
@@ -98,23 +102,17 @@ def write(path: pathlib.Path, document: dict[str, Any]) -> None:
     unfinished.replace(path)
 
 
-def hops(options: argparse.Namespace) -> int:
-    from benchmarks import scaling_rates
+def kernels(options: argparse.Namespace) -> int:
+    """Kernels alone, on one GPU, in this process."""
     from jaxcap.bench.report import versions
 
-    deadline = time.monotonic() + min(options.budget, 60.0)
-    document = {
-        "date": datetime.date.today().isoformat(),
-        "command": "python -m benchmarks.scaling --hops",
-        "versions": versions(),
-        "rows": [],
-    }
+    deadline = time.monotonic() + min(options.budget, 90.0)
+    document = scaling_report.hops_document(versions(), "python -m benchmarks.scaling --hops")
     path = options.json or RESULTS / "hops.json"
-    for row in scaling_rates.measure(scaling_rates.shapes(), deadline=deadline):
+    chosen = list(scaling_rates.shapes())
+    for row in scaling_rates.measure(chosen, scaling_rates.programs(chosen), deadline=deadline):
         document["rows"].append(dataclasses.asdict(row))
-        mask = "causal" if row.causal else "full"
-        size = f"{row.queries:7d} x {row.keys:7d} {mask:6s} {row.heads}/{row.kv_heads} heads"
-        print(f"{size} {row.passes:8s} {row.ms:9.3f} ms {row.tflops:6.0f} TFLOP/s", flush=True)
+        print(scaling_report.hop_line(document["rows"][-1]), flush=True)
         write(path, document)
     return 0
 
@@ -128,9 +126,7 @@ def wanted(options: argparse.Namespace, available: int) -> Wanted:
     devices = options.devices or tuple(n for n in (1, 2, 4, 8) if n <= available)
     if max(devices) > available:
         raise ValueError(f"--devices {max(devices)}: there are {available}")
-    lengths = (
-        (131072, 524288, 262144, 65536) if max(devices) > 2 else (131072, 65536, 262144, 524288)
-    )
+    lengths = (131072, 524288) if max(devices) > 2 else (131072, 65536, 262144)
     chosen = {
         name: getattr(options, name) for name in ("kinds", "layouts", "masks", "passes", "silent")
     }
@@ -139,20 +135,58 @@ def wanted(options: argparse.Namespace, available: int) -> Wanted:
     return Wanted(tokens, devices, **chosen, **(small if cpu else {}))
 
 
-def jobs(cells: list[Cell], links: list[int], common: dict[str, Any]) -> list[Job]:
-    """The collectives by themselves, then a job for each length, with its communication and without."""
+class Others(NamedTuple):
+    """What is measured besides cells: on so many devices collectives and training, and the kernels."""
+
+    links: list[int]
+    training: list[int]
+    hops: int  # processes that share the kernels' table
+
+
+def others(options: argparse.Namespace, cells: list[Cell], document: dict[str, Any]) -> Others:
+    """What was asked for and not measured before."""
+    several = sorted({c.devices for c in cells if c.devices > 1})
+    hops = options.kernels and options.platform == "gpu" and not document["hops"]
+    return Others(
+        several if options.links and not document["links"] else [],
+        several if options.training and not document["training"] else [],
+        HOP_JOBS if hops else 0,
+    )
+
+
+def jobs(cells: list[Cell], also: Others, available: int, common: dict[str, Any]) -> list[Job]:
+    """A job a group of cells; the collectives come first, kernels and training before silent cells.
+
+    Groups of fewer devices than there are take turns in where they begin, to run side by side.
+    """
     groups: dict[Any, list[Cell]] = {}
     for cell in cells:
         groups.setdefault(cell.group, []).append(cell)
-    found = [Job({**common, "links": links}, [])] if links else []
+    turns: dict[int, int] = {}
+
+    def place(devices: int) -> int:
+        turn = turns[devices] = turns.get(devices, -1) + 1
+        return turn % (available // devices) * devices
+
+    found = [Job({**common, "links": also.links}, [])] if also.links else []
     ordered = sorted(groups, key=lambda group: (group[0], cells.index(groups[group][0])))
-    return found + [Job(common, groups[group]) for group in ordered]
+    for group in ordered:
+        told = {**common, "first": place(groups[group][0].devices)}
+        found.append(Job(told, groups[group]))
+    between = sum(not (job.cells and job.cells[0].silent) for job in found)
+    rest = [
+        Job({**common, "hops": [part, also.hops], "first": place(1)}, [])
+        for part in range(also.hops)
+    ]
+    for devices in also.training:
+        rest += [Job({**common, "training": x}, []) for x in scaling_training.meshes(devices)]
+    return [*found[:between], *rest, *found[between:]]
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.hops:
-        return hops(options)
+        return kernels(options)
     begin = time.monotonic()
     path = options.json or (
         pathlib.Path("runs/scaling_cpu.json")
@@ -173,16 +207,12 @@ def main(arguments: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 2
         document = scaling_report.start(path, options.fresh, about)
-        document["command"] = " ".join(
-            ["python -m benchmarks.scaling", *(arguments or sys.argv[1:])]
-        )
+        words = sys.argv[1:] if arguments is None else arguments
+        document["commands"].append(" ".join(["python -m benchmarks.scaling", *words]))
         done = {row["key"] for row in document["rows"] if "ms" in row}
         left = [cell for cell in cells if cell.key not in done]
-        links = [n for n in sorted({c.devices for c in cells}) if n > 1] if options.links else []
-        if document["links"] and not options.fresh:
-            links = []
         if options.platform == "cpu":
-            common["sizes"] = [2**12]
+            common |= {"sizes": [2**12], "training_options": ["--length", "64"]}
         print(f"{len(cells)} cells, {len(cells) - len(left)} of them measured before", flush=True)
 
         def take(kind: str, result: dict[str, Any]) -> None:
@@ -194,7 +224,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"[{spent}, {count} of {len(cells)}] {line}", flush=True)
 
         deadline = begin + options.budget
-        pool.run(jobs(left, links, common), options.workers, deadline, take)
+        most = max(cell.devices for cell in cells)
+        todo = jobs(left, others(options, cells, document), most, common)
+        pool.run(todo, options.workers, deadline, take)
         document["left"] = [
             c.key for c in left if c.key not in {r["key"] for r in document["rows"]}
         ]

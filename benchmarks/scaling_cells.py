@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from benchmarks.scaling_model import KINDS, PASSES, Case
 
@@ -49,13 +50,17 @@ class Cell:
 
     @property
     def exchange(self) -> int | None:
-        """Of a hybrid: devices of the all-to-all, half of them all but not more than key heads."""
+        """Of a hybrid: devices of the all-to-all, half of them all but not more than key heads.
+
+        On two devices 1: a ring beside an axis that splits nothing.
+        """
         return min(self.devices // 2, self.kv_heads) if self.kind == "hybrid" else None
 
     @property
-    def group(self) -> tuple[bool, int]:
-        """Cells that one process measures, one after the other."""
-        return self.silent, self.tokens
+    def group(self) -> tuple[Any, ...]:
+        """Cells that one process compiles, and then measures one after the other."""
+        short = self.silent, self.tokens, self.devices, self.kind
+        return (*short, self.heads, self.mask) if self.kind == "one" else short
 
     @property
     def case(self) -> Case:
@@ -105,7 +110,7 @@ class Wanted:
             return self.heads % devices == 0 and (k % devices == 0 or devices % k == 0)
         if kind == "hybrid":
             size = min(devices // 2, self.kv_heads)
-            return devices > 2 and devices % size == 0 and self.kv_heads % size == 0
+            return devices > 1 and devices % size == 0 and self.kv_heads % size == 0
         return True
 
     def cells(self) -> Iterator[Cell]:
@@ -126,7 +131,13 @@ class Wanted:
                 self.tokens, self.passes, (False, True) if self.silent else (False,)
             ):
                 sizes = (passes, silent, self.heads, self.kv_heads, *common)
-                for devices in several:
+                if silent and layout != self.layouts[0]:
+                    continue
+                # What is exposed, the first layout shows, and the most devices.
+                for devices in several[:1] if silent else several:
+                    once = tokens == self.tokens[0] and layout == self.layouts[0] and not silent
+                    if kind == "hybrid" and devices == 2 and not once:
+                        continue  # a ring, on two
                     if self.possible(kind, devices):
                         yield Cell(tokens, devices, kind, layout, mask, *sizes)
                 if single and not silent and kind == self.kinds[0] and layout == self.layouts[0]:

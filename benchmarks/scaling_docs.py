@@ -8,7 +8,8 @@ import functools
 import json
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from benchmarks.scaling_hardware import HOPS, Hardware, h200, row_features
 from benchmarks.scaling_hardware import PASSES as HOP_PASSES
@@ -43,30 +44,27 @@ def predicted(case: Case, passes: str, hardware: Hardware) -> Prediction | None:
 
 def hops() -> str:
     """Measured against the fitted lines."""
-    rows = json.loads(HOPS.read_text())["rows"]
-    kernels = {"forward": h200().forward, "backward": h200().backward}
+    by_shape: dict[tuple, dict[str, Mapping[str, Any]]] = {}
+    for row in json.loads(HOPS.read_text())["rows"]:
+        shape = tuple(row[n] for n in ("queries", "keys", "causal", "heads"))
+        by_shape.setdefault((*shape, row.get("hop", False)), {})[row["passes"]] = row
     lines = []
-    for shape in dict.fromkeys((r["queries"], r["keys"], r["causal"], r["heads"]) for r in rows):
-        queries, keys, causal, heads = shape
+    for (queries, keys, causal, heads, hop), rows in by_shape.items():
         cells = [f"{queries} x {keys}", "causal" if causal else "full", str(heads)]
+        cells.append("hop" if hop else "call")
         for name in HOP_PASSES:
-            found = [
-                r
-                for r in rows
-                if (r["queries"], r["keys"], r["causal"], r["heads"]) == shape
-                and r["passes"] == name
-            ]
-            if not found:
+            row = rows.get(name)
+            if row is None:
                 cells += ["–"] * 3
                 continue
-            (row,) = found
-            line = float(kernels[name].seconds(row_features(row))) * 1e3
+            kernel = getattr(h200(), f"hop_{name}" if hop else name)
+            line = float(kernel.seconds(row_features(row))) * 1e3
             cells += [f"{row['ms']:.2f}", f"{row['tflops']:.0f}", f"{line:.2f}"]
-        lines.append((queries * keys * (0.5 if causal else 1.0) * heads, cells))
-    header = ["queries x keys", "mask", "heads"]
+        lines.append((hop, queries * keys * (0.5 if causal else 1.0) * heads, cells))
+    header = ["queries x keys", "mask", "heads", "as"]
     for name in HOP_PASSES:
         header += [f"{name}, ms", "TFLOP/s", "line, ms"]
-    return markdown(header, [cells for _, cells in sorted(lines, reverse=True)])
+    return markdown(header, [cells for *_, cells in sorted(lines, reverse=True)])
 
 
 def node(devices: Sequence[int], lengths: Sequence[str]) -> str:

@@ -45,6 +45,8 @@ class Hardware:
 
     forward: Kernel
     backward: Kernel
+    hop_forward: Kernel  # of a ring: not persistent, results in float32
+    hop_backward: Kernel
     permute: Link = Link(288e9)  # measured at 256 MB on two H200s
     gather: Link = Link(217e9)  # measured at 256 MB on two H200s
     # Measured 513e9 of the array, half of which stays where it is on two devices.
@@ -107,7 +109,15 @@ def fit(rows: Iterable[Mapping[str, Any]], name: str) -> Kernel:
 def h200(domain: int = 8) -> Hardware:
     """An H200, its kernels fitted to benchmarks/results/hops_h200.json."""
     rows = [row for row in json.loads(HOPS.read_text())["rows"] if row["ms"] > LAUNCH_MS]
-    return Hardware(fit(rows, "forward"), fit(rows, "backward"), domain=domain)
+    calls, hops = ([row for row in rows if row.get("hop", False) == hop] for hop in (False, True))
+    parts = hops or calls
+    return Hardware(
+        fit(calls, "forward"),
+        fit(calls, "backward"),
+        fit(parts, "forward"),
+        fit(parts, "backward"),
+        domain=domain,
+    )
 
 
 # Collectives. A device sends and receives `size` bytes.

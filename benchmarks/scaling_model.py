@@ -89,6 +89,8 @@ def exchange_size(case: Case, hardware: Hardware) -> int:
                 f" {kv_heads}: use 'hybrid' or 'ring'"
             )
         return devices
+    if case.exchange == 1:
+        return 1
     fits = [
         n
         for n in range(2, min(hardware.domain, kv_heads, devices // 2) + 1)
@@ -105,7 +107,7 @@ def exchange_size(case: Case, hardware: Hardware) -> int:
 
 def _compute(hardware: Hardware, name: str, jobs: Work, sizes: Sizes, parts: bool) -> np.ndarray:
     """Seconds [devices, hops] of kernels and, where there are `parts`, of joining results."""
-    kernel = hardware.forward if name == "forward" else hardware.backward
+    kernel = getattr(hardware, f"hop_{name}" if jobs.hops > 1 else name)
     seconds = kernel.seconds(
         features(
             name,

@@ -16,6 +16,10 @@ from benchmarks.scaling_cells import Cell
 
 #: Seconds for a worker's first line: importing JAX and finding the devices.
 START_S = 120.0
+#: For a job that is not of cells, and says little of where it is.
+WHOLE_S = 300.0
+#: Of results.
+KINDS = ("row", "link", "hop", "training")
 
 
 @dataclasses.dataclass
@@ -40,11 +44,13 @@ class Worker:
         spent = time.monotonic() - self.since
         if self.state == "waiting":
             return False
+        if not self.job.cells:  # kernels, training
+            return spent > max(limit, WHOLE_S)
         return spent > (START_S if self.state == "starting" else limit)
 
 
 class Pool:
-    """`run` calls `take(kind, result)`, kind "row" or "link", for everything the workers find."""
+    """`run` calls `take(kind, result)`, of `KINDS`, for everything the workers find."""
 
     def __init__(
         self,
@@ -132,7 +138,7 @@ class Pool:
         worker.since = time.monotonic()
         if "state" in line:
             worker.state, worker.key = line["state"], line["key"]
-        for kind in ("row", "link"):
+        for kind in KINDS:
             if kind in line:
                 take(kind, line[kind])
         if "row" in line:
@@ -145,6 +151,9 @@ class Pool:
         self.workers.remove(worker)
         cells = worker.job.cells
         said = worker.log.read_text(errors="replace").strip().splitlines()[-1:]
+        if not cells:
+            what = [name for name in worker.job.told if name in ("links", "hops", "training")]
+            print(f"{what} {worker.state}: {why} {said}"[:400], file=sys.stderr, flush=True)
         if cells:
             failed = next((cell for cell in cells if cell.key == worker.key), cells[0])
             take("row", {"key": failed.key, "error": f"{worker.state}: {why} {said}"[:400]})

@@ -1,7 +1,8 @@
-"""What one GPU takes for the hops of a ring: the figures that calibrate `scaling_model`.
+"""What one GPU takes for whole calls and for the hops of a ring: what calibrates `scaling_model`.
 
 A zigzag ring of P devices gives each two chunks of c = T / 2P tokens. Its first hop is causal, 2c
-queries against 2c keys; each later one is full, 2c queries against c keys or c against 2c.
+queries against 2c keys; each later one is full, 2c queries against c keys or c against 2c. A hop is
+a part of a call: results in float32, and blocks that do not wait for a multiprocessor of their own.
 """
 
 import concurrent.futures
@@ -9,7 +10,8 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 CHUNKS = (16384, 4096, 1024, 32768, 8192, 2048, 512)  # the most telling first
 HEADS, KV_HEADS, HEAD_SIZE, SOFTCAP = 32, 8, 128, 50.0
@@ -26,6 +28,7 @@ class Shape:
     heads: int = HEADS
     kv_heads: int = KV_HEADS
     head_size: int = HEAD_SIZE
+    hop: bool = False
 
     @property
     def pairs(self) -> int:
@@ -37,13 +40,16 @@ class Shape:
         return (4.0 if name == "forward" else 10.0) * self.heads * self.head_size * self.pairs
 
 
-def shapes(chunks: Iterable[int] = CHUNKS) -> Iterator[Shape]:
-    """The three hops of each chunk, then what an all-to-all over 8 devices leaves of 128k tokens."""
+def shapes(chunks: Sequence[int] = CHUNKS) -> Iterator[Shape]:
+    """The three hops of each chunk and whole calls; one of them is what 8 devices' all-to-all leaves."""
     for c in chunks:
-        yield Shape(2 * c, c, False)
-        yield Shape(c, 2 * c, False)
         yield Shape(2 * c, 2 * c, True)
-    yield Shape(131072, 131072, True, HEADS // 8, KV_HEADS // 8)
+        yield Shape(2 * c, c, False, hop=True)
+        yield Shape(c, 2 * c, False, hop=True)
+        yield Shape(2 * c, 2 * c, True, hop=True)
+        yield Shape(c, c, False)
+    whole = 4 * max(chunks)
+    yield Shape(whole, whole, True, HEADS // 8, KV_HEADS // 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,38 +62,52 @@ class Row:
     heads: int
     kv_heads: int
     head_size: int
+    hop: bool
     passes: str
     ms: float
     tflops: float
 
 
 def _programs(shape: Shape, backend: str, dtype: str) -> tuple[Callable, Callable]:
-    """Compiled forward (q, k, v) -> (results, pull) and backward (pull, results) -> gradients."""
+    """Compiled forward (q, k, v) -> (out, lse) and backward (q, k, v, out, lse, d_out) -> gradients."""
     import jax
 
-    import jaxcap
+    from jaxcap import device, selection
+    from jaxcap.spec import AttentionSpec, Operands
 
-    attend = functools.partial(
-        jaxcap.dot_product_attention,
+    chosen: Any = selection.backends()[backend]
+    spec = AttentionSpec(
+        1,
+        shape.queries,
+        shape.keys,
+        shape.heads,
+        shape.kv_heads,
+        shape.head_size,
+        shape.head_size,
+        dtype,
+        scale=shape.head_size**-0.5,
         softcap=SOFTCAP,
         is_causal=shape.causal,
-        return_residual=True,
-        implementation=backend,
+        gradients=("query", "key", "value"),
+        platform=device.platform(),
+        partial=shape.hop and getattr(chosen, "wide", False),
+        beside_transfers=shape.hop,
     )
 
     def forward(q, k, v):
-        (out, lse), pull = jax.vjp(attend, q, k, v)
-        return out, lse, pull
+        return chosen.forward(spec, Operands(q, k, v))
 
-    def backward(pull, out, lse):
-        return pull((out, lse))
+    def backward(q, k, v, *results):
+        found = chosen.backward(spec, Operands(q, k, v), *results, None)
+        return found.query, found.key, found.value
 
     array = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
     q = array((1, shape.queries, shape.heads, shape.head_size))
     k = array((1, shape.keys, shape.kv_heads, shape.head_size))
-    lowered = jax.jit(forward).lower(q, k, k)
-    out, lse, pull = jax.eval_shape(forward, q, k, k)
-    return lowered.compile(), jax.jit(backward).lower(pull, out, lse).compile()
+    # In a ring the backward's output is the sum of the parts, in the caller's dtype.
+    out, lse = q, jax.eval_shape(forward, q, k, k)[1]
+    run = jax.jit(backward).lower(q, k, k, out, lse, q)
+    return jax.jit(forward).lower(q, k, k).compile(), run.compile()
 
 
 def _time(call: Callable, seconds: float, rounds: int) -> float:
@@ -108,15 +128,26 @@ def _time(call: Callable, seconds: float, rounds: int) -> float:
     return statistics.median(taken)
 
 
-def measure(
-    chosen: Iterable[Shape],
-    *,
+def programs(
+    chosen: Sequence[Shape],
     backend: str = "pallas",
     dtype: str = "bfloat16",
-    seconds: float = 0.1,
+    workers: int = 12,
+) -> list[tuple[Callable, Callable]]:
+    """All of them before the first is timed: compiling needs the processor that launches."""
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(_programs, shape, backend, dtype) for shape in chosen]
+        return [future.result() for future in futures]
+
+
+def measure(
+    chosen: Sequence[Shape],
+    compiled: Sequence[tuple[Callable, Callable]],
+    *,
+    dtype: str = "bfloat16",
+    seconds: float = 0.2,
     rounds: int = 3,
     deadline: float = float("inf"),
-    workers: int = 12,
     progress: Callable[[str], None] = print,
 ) -> Iterator[Row]:
     """Two rows a shape, as they come.
@@ -125,23 +156,21 @@ def measure(
     """
     import jax
 
-    chosen = list(chosen)
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(_programs, shape, backend, dtype) for shape in chosen]
-        # All of them before the first is timed: XLA tunes on the same GPU.
-        compiled = [future.result() for future in futures]
     for shape, (forward, backward) in zip(chosen, compiled, strict=True):
         if time.monotonic() > deadline:
             progress(f"out of time: {shape} and what follows are left out")
             return
-        keys = jax.random.split(jax.random.key(0), 3)
+        keys = jax.random.split(jax.random.key(0), 4)
         sizes = ((shape.queries, shape.heads), *((shape.keys, shape.kv_heads),) * 2)
-        q, k, v = (
+        q, k, v, d_out = (
             jax.random.normal(key, (1, *size, shape.head_size), dtype)
-            for key, size in zip(keys, sizes, strict=True)
+            for key, size in zip(keys, (*sizes, sizes[0]), strict=True)
         )
-        out, lse, pull = forward(q, k, v)
-        calls = (functools.partial(forward, q, k, v), functools.partial(backward, pull, out, lse))
+        out, lse = forward(q, k, v)
+        calls = (
+            functools.partial(forward, q, k, v),
+            functools.partial(backward, q, k, v, out.astype(dtype), lse, d_out),
+        )
         for name, call in zip(PASSES, calls, strict=True):
             taken = _time(call, seconds, rounds)
             yield Row(

@@ -15,11 +15,12 @@ from benchmarks.scaling_model import PASSES, predict
 
 Document = dict[str, Any]
 GIB = 2**30
+LISTS = ("commands", "rows", "links", "hops", "training")
 
 
 def start(path: pathlib.Path, fresh: bool, about: Mapping[str, Any]) -> Document:
     """The document at `path` to go on with, or an empty one; another machine's is never mixed in."""
-    document: Document = {"rows": [], "links": []}
+    document: Document = {name: [] for name in LISTS}
     if path.exists() and not fresh:
         document = json.loads(path.read_text())
         before, now = document["versions"], about["versions"]
@@ -29,7 +30,13 @@ def start(path: pathlib.Path, fresh: bool, about: Mapping[str, Any]) -> Document
                 " --fresh overwrites it, --json FILE leaves it"
             )
     today = datetime.date.today().isoformat()
-    return {"date": today, **about, **{k: document[k] for k in ("rows", "links")}}
+    return {"date": today, **about, **{name: document.get(name, []) for name in LISTS}}
+
+
+def hops_document(versions: Mapping[str, Any], command: str) -> Document:
+    """Of the kernels alone."""
+    today = datetime.date.today().isoformat()
+    return {"date": today, "command": command, "versions": dict(versions), "rows": []}
 
 
 def hardware() -> Hardware | None:
@@ -42,8 +49,8 @@ def hardware() -> Hardware | None:
 
 def add(document: Document, kind: str, result: dict[str, Any], cells: Mapping[str, Cell]) -> None:
     """Adds a worker's result, in place of an earlier one of the same cell, with what was predicted."""
-    if kind == "link":
-        document["links"].append(result)
+    if kind != "row":
+        document[{"link": "links", "hop": "hops"}.get(kind, kind)].append(result)
         return
     cell = cells[result["key"]]
     row = {**dataclasses.asdict(cell), **result}
@@ -57,8 +64,34 @@ def add(document: Document, kind: str, result: dict[str, Any], cells: Mapping[st
     document["rows"] = [r for r in document["rows"] if r["key"] != row["key"]] + [row]
 
 
+def hop_line(row: Mapping[str, Any]) -> str:
+    """Of a kernel alone."""
+    mask, what = "causal" if row["causal"] else "full", "hop" if row["hop"] else "call"
+    size = (
+        f"{row['queries']:7d} x {row['keys']:7d} {mask:6s} {row['heads']}/{row['kv_heads']} heads"
+    )
+    return f"{size} {what} {row['passes']:8s} {row['ms']:9.3f} ms {row['tflops']:6.0f} TFLOP/s"
+
+
+def training_line(row: Mapping[str, Any]) -> str:
+    """Of the example on one mesh."""
+    if "error" in row:
+        return f"training: {row['error']}"
+    agrees = "agrees" if row["difference"] <= row["allowed"] else "DIFFERS"
+    return (
+        f"training on {row['mesh']}, {row['kind']}, {row['layout']}, {row['tokens']} tokens,"
+        f" {row['dtype']}: loss {row['losses'][-1][0]:.5f}, one device {row['losses'][-1][1]:.5f},"
+        f" largest difference {row['difference']:.1e} of {row['allowed']:g}: {agrees};"
+        f" {row['tokens_a_second']:,.0f} tokens/s; {row['attention']}"
+    )
+
+
 def line(kind: str, document: Document) -> str:
     """The newest result."""
+    if kind == "hop":
+        return hop_line(document["hops"][-1])
+    if kind == "training":
+        return training_line(document["training"][-1])
     if kind == "link":
         link = document["links"][-1]
         rate = link["bytes"] / link["us"] / 1e3
@@ -179,6 +212,7 @@ def tables(document: Document) -> str:
             ]
             lines.append("| " + " | ".join(cells) + " |")
         parts.append("\n".join(lines))
+    parts += ["", *map(training_line, document["training"])]
     errors = [f"{row['key']}: {row['error']}" for row in document["rows"] if "error" in row]
     return "\n".join([*parts, *(["", "Not measured:", *errors] if errors else [])])
 

@@ -1,65 +1,34 @@
 """Measures cells, in a process of its own: `python -m benchmarks.scaling_worker JOB.json`.
 
-The job is {"lock": PATH} with "about": true, with "links": [devices, ...], or with "cells": [...] and
-"seconds". Each line of the output is a JSON object: {"state": "compiling" | "waiting" | "running",
-"key": ...} says where it is, {"row": {...}}, {"link": {...}} and {"about": {...}} are results. Several
-of these compile side by side; the lock lets one run at a time.
+The job is {"lock": PATH} with "about": true, with "links": [devices, ...], with "hops": [part, parts],
+with "training": flags, or with "cells": [...] and "seconds"; "first" is the device that meshes begin
+with. Each line of the output is a JSON object: {"state": "compiling" | "waiting" | "running", "key":
+...} says where it is, {"row": {...}}, {"link": {...}}, {"hop": {...}}, {"training": {...}} and
+{"about": {...}} are results. A job's cells are all compiled before the first is run. Several of these
+compile side by side; the locks let one at a time run on a device.
 """
 
-import contextlib
-import fcntl
+import concurrent.futures
+import dataclasses
 import functools
 import json
 import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from benchmarks import scaling_silence
+from benchmarks import scaling_links, scaling_rates, scaling_silence, scaling_training
 from benchmarks.scaling_cells import Cell
+from benchmarks.scaling_timing import alone, timed
 
-#: A call longer than this is not repeated, nor run once before it counts.
-LONG_S = 4.0
+COMPILERS = 3  # threads of a worker
 
 
 def say(**line: Any) -> None:
-    print(json.dumps(line), flush=True)
-
-
-@contextlib.contextmanager
-def alone(path: str) -> Iterator[None]:
-    """While no other worker runs; the lock of a worker that is killed is free at once."""
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def timed(call: Callable[[], Any], seconds: float) -> tuple[float, Any]:
-    """Seconds a call, and results: of a burst after one that warms up, or of one call if it is long."""
-    import jax
-
-    def run(count: int) -> tuple[float, Any]:
-        begin = time.perf_counter()
-        for _ in range(count):
-            results = call()
-            if virtual:  # few threads stand in for many devices: calls under way would starve
-                jax.block_until_ready(results)
-        jax.block_until_ready(results)
-        return (time.perf_counter() - begin) / count, results
-
-    virtual = jax.default_backend() == "cpu"
-    first, results = run(1)
-    if first > LONG_S:
-        return first, results
-    del results
-    again, results = run(1)
-    count = min(100, int(seconds / max(again, 1e-6)))
-    if count < 2:
-        return again, results
-    del results
-    return run(count)
+    sys.stdout.write(json.dumps(line) + "\n")  # in one piece, from any thread
+    sys.stdout.flush()
 
 
 @functools.cache
@@ -83,19 +52,37 @@ def introduce(mesh: Any) -> None:
     jax.block_until_ready(run(jnp.ones(mesh.size**2)))
 
 
-def program(cell: Cell) -> tuple[Any, Callable[[], Any]]:
-    """The compiled call, and a function that makes its arguments, sharded."""
-    import jax
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+class Program(NamedTuple):
+    mesh: Any
+    call: Any  # compiled, as are the others
+    draw: Any
+    finite: Any
+    compile_s: float
 
-    import jaxcap
+
+def mesh_of(cell: Cell, first: int) -> Any:
+    import jax
+    from jax.sharding import AxisType
 
     shape: tuple[int, ...] = (cell.devices,)
     axes: tuple[str, ...] = ("context",)
     if cell.exchange:
         shape, axes = (cell.devices // cell.exchange, cell.exchange), ("ring", "exchange")
-    devices = jax.devices()[: cell.devices]
-    mesh = jax.make_mesh(shape, axes, (AxisType.Auto,) * len(axes), devices=devices)
+    devices = jax.devices()[first : first + cell.devices]
+    return jax.make_mesh(shape, axes, (AxisType.Auto,) * len(axes), devices=devices)
+
+
+def program(cell: Cell, first: int) -> Program:
+    """The compiled call, what makes its arguments, sharded, and what checks its results."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import jaxcap
+
+    begin = time.perf_counter()
+    mesh = mesh_of(cell, first)
+    axes = mesh.axis_names
     parallel = None
     if cell.kind != "one":
         layout: dict[str, Any] = {"kind": cell.kind, "load_balance": cell.load_balance}
@@ -111,7 +98,7 @@ def program(cell: Cell) -> tuple[Any, Callable[[], Any]]:
 
     def forward(q, k, v, d_out):
         del d_out
-        return attend(q, k, v)
+        return (attend(q, k, v),)
 
     def both(q, k, v, d_out):
         out, pull = jax.vjp(attend, q, k, v)
@@ -120,90 +107,78 @@ def program(cell: Cell) -> tuple[Any, Callable[[], Any]]:
     split = NamedSharding(mesh, PartitionSpec(None, axes))
     heads = (cell.heads, cell.kv_heads, cell.kv_heads, cell.heads)
 
-    def draw():
-        if cell.devices > 1:
-            introduce(mesh)
-        return drawn()
-
     @functools.partial(jax.jit, out_shardings=split)
-    def drawn():
+    def draw():
         keys = jax.random.split(jax.random.key(0), 4)
         return tuple(
             jax.random.normal(key, (1, cell.tokens, n, cell.head_size), cell.dtype)
             for key, n in zip(keys, heads, strict=True)
         )
 
+    @jax.jit
+    def finite(results):
+        return jnp.all(jnp.stack([jnp.isfinite(x).all() for x in results]))
+
     arrays = [
         jax.ShapeDtypeStruct((1, cell.tokens, n, cell.head_size), cell.dtype, sharding=split)
         for n in heads
     ]
-    call = forward if cell.passes == "forward" else both
-    return jax.jit(call, out_shardings=split).lower(*arrays).compile(), draw
+    call = jax.jit(forward if cell.passes == "forward" else both, out_shardings=split)
+    compiled = call.lower(*arrays).compile()
+    results = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split)
+        for x in jax.tree.leaves(jax.eval_shape(call, *arrays))
+    ]
+    others = draw.lower().compile(), finite.lower(tuple(results)).compile()
+    return Program(mesh, compiled, *others, time.perf_counter() - begin)
 
 
-def measure(cell: Cell, lock: str, seconds: float) -> dict[str, Any]:
-    """Of one cell: milliseconds, bytes a device, or the error that it ended with."""
-    import jax
-    import jax.numpy as jnp
-
-    say(state="compiling", key=cell.key)
-    begin = time.perf_counter()
+def attempt(function: Callable[[], Any]) -> Any:
+    """Its result, or what it failed with: a cell's result, not the worker's end."""
     try:
-        compiled, draw = program(cell)
-        compiling = time.perf_counter() - begin
-        say(state="waiting", key=cell.key)
-        with alone(lock):
-            say(state="running", key=cell.key)
-            arguments = draw()
-            taken, results = timed(functools.partial(compiled, *arguments), seconds)
-            finite = all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(results))
-            del arguments, results
-        if not finite:
-            raise FloatingPointError("a result is not finite")
-    except Exception as error:  # the cell's result, not the worker's end
+        return function()
+    except Exception as error:
         lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-        return {"key": cell.key, "error": f"{type(error).__name__}: {lines[0]}"[:300]}
-    analysis = compiled.memory_analysis()
+        return {"error": f"{type(error).__name__}: {lines[0]}"[:300]}
+
+
+def measure(cell: Cell, compiled: Program, seconds: float) -> dict[str, Any]:
+    """Of one cell: milliseconds, and bytes a device."""
+    arguments = compiled.draw()
+    found = timed(functools.partial(compiled.call, *arguments), seconds)
+    if not bool(compiled.finite(found.results)):
+        raise FloatingPointError("a result is not finite")
+    analysis = compiled.call.memory_analysis()
     names = ("argument", "output", "temp")
-    memory = sum(getattr(analysis, f"{name}_size_in_bytes") for name in names)
-    return {"key": cell.key, "ms": taken * 1e3, "memory": int(memory), "compile_s": compiling}
-
-
-#: Bytes a device, of the collectives' table.
-LINK_SIZES = tuple(2**n for n in (20, 22, 24, 26, 28))
-
-
-def links(devices: int, lock: str, sizes: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """Seconds of each collective on arrays of `bytes` a device; a gather's is the shard."""
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec
-
-    mesh = jax.make_mesh((devices,), ("x",), (AxisType.Auto,), devices=jax.devices()[:devices])
-    around = [(i, (i + 1) % devices) for i in range(devices)]
-    one = functools.partial
-    known = {
-        "permute": one(jax.lax.ppermute, axis_name="x", perm=around),
-        "gather": one(jax.lax.all_gather, axis_name="x", tiled=True),
-        "scatter": one(jax.lax.psum_scatter, axis_name="x", tiled=True),
-        "exchange": one(jax.lax.all_to_all, axis_name="x", split_axis=0, concat_axis=0, tiled=True),
+    return {
+        "ms": found.seconds * 1e3,
+        "spread": found.spread,
+        "memory": sum(int(getattr(analysis, f"{name}_size_in_bytes")) for name in names),
+        "compile_s": compiled.compile_s,
     }
-    for name, collective in known.items():
-        whole = PartitionSpec() if name == "gather" else PartitionSpec("x")
-        run = jax.jit(
-            jax.shard_map(
-                collective, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=whole, check_vma=False
-            )
-        )
-        for size in sizes:
-            # A reduce-scatter starts from arrays of all shards.
-            local = size // 4 * (devices if name == "scatter" else 1)
-            with alone(lock):
-                x = jax.device_put(
-                    jnp.ones(local * devices, jnp.float32), NamedSharding(mesh, PartitionSpec("x"))
-                )
-                seconds, _ = timed(functools.partial(run, x), 0.02)
-            yield {"collective": name, "devices": devices, "bytes": size, "us": seconds * 1e6}
+
+
+def run(cells: list[Cell], lock: str, seconds: float, first: int) -> None:
+    """All of them compiled, then all of them measured, by when nobody else is on their devices."""
+
+    def compiled(cell: Cell) -> Any:
+        say(state="compiling", key=cell.key)
+        return attempt(lambda: program(cell, first))
+
+    # Compiling must not slow what another worker measures.
+    with concurrent.futures.ThreadPoolExecutor(COMPILERS, initializer=lambda: os.nice(10)) as pool:
+        programs = list(pool.map(compiled, cells))
+    for made in programs:
+        if isinstance(made, Program) and made.mesh.size > 1:
+            introduce(made.mesh)
+    say(state="waiting", key=cells[0].key)
+    most = max(cell.devices for cell in cells)
+    with alone(lock, range(first, first + most)):
+        for cell, made in zip(cells, programs, strict=True):
+            say(state="running", key=cell.key)
+            failed = isinstance(made, dict)
+            row = made if failed else attempt(lambda c=cell, m=made: measure(c, m, seconds))
+            say(row={"key": cell.key, **row})
 
 
 def about() -> dict[str, Any]:
@@ -217,7 +192,24 @@ def about() -> dict[str, Any]:
         "platform": jax.default_backend(),
         "versions": versions(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "cores": os.cpu_count(),
     }
+
+
+def hops(part: int, parts: int, lock: str, first: int, options: dict[str, Any]) -> None:
+    """Every so many of the kernels alone."""
+    import jax
+
+    say(state="compiling", key="kernels")
+    jax.config.update("jax_default_device", jax.devices()[first])  # of the threads that compile too
+    chunks = options.pop("chunks", scaling_rates.CHUNKS)
+    chosen = list(scaling_rates.shapes(chunks))[part::parts]
+    compiled = scaling_rates.programs(chosen, **options)
+    say(state="waiting", key="kernels")
+    with alone(lock, [first]):
+        timing = {"dtype": options["dtype"]} if "dtype" in options else {}
+        for row in scaling_rates.measure(chosen, compiled, **timing):
+            say(state="running", key="kernels", hop=dataclasses.asdict(row))
 
 
 def main() -> None:
@@ -226,13 +218,23 @@ def main() -> None:
         say(about=about())
     for devices in job.get("links", ()):
         say(state="running", key=f"links of {devices}")
-        for row in links(devices, job["lock"], tuple(job.get("sizes", LINK_SIZES))):
+        for row in scaling_links.measure(
+            devices, job["lock"], job.get("sizes", scaling_links.SIZES)
+        ):
             say(link=row)
+    first = job.get("first", 0)
+    if "hops" in job:
+        part, parts = job["hops"]
+        hops(part, parts, job["lock"], first, job.get("hop_options", {}))
+    if "training" in job:
+        say(state="compiling", key="training")
+        words = [*job["training"], *job.get("training_options", [])]
+        say(training=attempt(lambda: scaling_training.measure(words, job["lock"])), words=words)
     cells = [Cell(**cell) for cell in job.get("cells", ())]
     if any(cell.silent for cell in cells):
         scaling_silence.silence()
-    for cell in cells:
-        say(row=measure(cell, job["lock"], job["seconds"]))
+    if cells:
+        run(cells, job["lock"], job["seconds"], first)
 
 
 if __name__ == "__main__":

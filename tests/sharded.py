@@ -48,6 +48,13 @@ class Setting:
         return ("context", "heads")[: len(self.sizes)]
 
     @property
+    def names(self) -> dict[str, Any]:
+        """The axes, for the functions inside a shard_map."""
+        if self.kind == "hybrid":
+            return {"axis_ring": self.axes[0], "axis_a2a": self.axes[1]}
+        return {"axis_name": self.axes}
+
+    @property
     def mesh(self) -> Any:
         kind = AxisType.Explicit if self.route == "explicit" else AxisType.Auto
         devices = jax.devices()[: math.prod(self.sizes)]
@@ -98,13 +105,10 @@ def program(setting: Setting, static: tuple[Any, ...], residual: bool, columns: 
 
     def shards(given, arrays):
         specs = {n: setting.spec(n, x, columns) for n, x in (given | arrays).items()}
-        names = {"axis_name": setting.axes}
-        if setting.kind == "hybrid":
-            names = {"axis_ring": setting.axes[0], "axis_a2a": setting.axes[1]}
 
         def local(both):
             return FUNCTIONS[setting.kind](
-                **both, **options, **names, load_balance=setting.load_balance
+                **both, **options, **setting.names, load_balance=setting.load_balance
             )
 
         token = P(None, setting.axes)

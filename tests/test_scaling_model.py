@@ -11,13 +11,21 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from benchmarks import scaling, scaling_docs, scaling_hardware, scaling_report, scaling_silence
+from benchmarks import (
+    scaling,
+    scaling_docs,
+    scaling_hardware,
+    scaling_report,
+    scaling_silence,
+    scaling_trace,
+)
 from benchmarks.scaling_cells import Cell, Wanted
 from benchmarks.scaling_hardware import Kernel, Link, fit, h200, row_features
 from benchmarks.scaling_model import KINDS, PASSES, Case, alone, efficiency, predict
 from benchmarks.scaling_pool import Job, Pool
-from benchmarks.scaling_rates import Shape, measure
+from benchmarks.scaling_rates import Shape, measure, programs
 from benchmarks.scaling_work import LAYOUTS, gathered, work
+from examples.long_context import train as example
 from jaxcap.sharding import positions
 from jaxcap.sharding.ring import Ring
 from jaxcap.spec import AttentionSpec
@@ -127,14 +135,15 @@ def test_fit_of_the_measured_hops():
 
 
 def test_measuring_hops_on_cpu():
-    shape = Shape(32, 16, False, 2, 1, 8)
-    options = {"backend": "blockwise", "dtype": "float32", "seconds": 0.0, "rounds": 1}
-    rows = list(measure([shape], workers=1, **options))
-    assert [row.passes for row in rows] == ["forward", "backward"]
+    shape = Shape(32, 16, False, 2, 1, 8, hop=True)
+    made = programs([shape], "blockwise", "float32", workers=1)
+    options = {"dtype": "float32", "seconds": 0.0, "rounds": 1}
+    rows = list(measure([shape], made, **options))
+    assert [(row.passes, row.hop) for row in rows] == [("forward", True), ("backward", True)]
     assert [row.tflops * row.ms for row in rows] == [
         pytest.approx(n * 2 * 8 * 32 * 16 / 1e9) for n in (4, 10)
     ]
-    assert not list(measure([shape], workers=1, deadline=time.monotonic(), **options))
+    assert not list(measure([shape], made, deadline=time.monotonic(), **options))
 
 
 def test_collectives():
@@ -280,7 +289,9 @@ def test_cells():
         assert (kind, "zigzag", "causal", 8) in several
         assert (kind, "zigzag", "full", 8) in several
     assert ("ring", "contiguous", "causal", 2) in several
-    assert not [c for c in cells if c.kind == "hybrid" and c.devices == 2]
+    on_two = [c for c in cells if c.kind == "hybrid" and c.devices == 2]
+    assert {(c.tokens, c.exchange, c.silent) for c in on_two} == {(131072, 1, False)}
+    assert {c.devices for c in cells if c.silent} == {8}
     for cell in cells:
         predict(cell.case, cell.passes, H200)  # all of them are possible
     one = next(c for c in cells if c.kind == "one" and c.heads == 4)
@@ -315,6 +326,49 @@ def test_report(tmp_path):
     assert again["rows"] == document["rows"]
     with pytest.raises(SystemExit, match="--fresh"):
         scaling_report.start(path, False, {"platform": "gpu", "versions": {"jax": "2"}})
+
+
+def test_jobs_share_the_devices():
+    """Nothing is left out, what fits runs side by side, and no mesh begins where it would not fit."""
+    cells = list(Wanted((131072,), (1, 2, 4, 8)).cells())
+    made = scaling.jobs(cells, scaling.Others([2, 4, 8], [8], 2), 8, {})
+    assert sorted(c.key for job in made for c in job.cells) == sorted(c.key for c in cells)
+    for job in made:
+        sizes = {c.devices for c in job.cells}
+        assert len(sizes) <= 1
+        assert all(job.told["first"] % n == 0 and job.told["first"] + n <= 8 for n in sizes)
+    ones = {job.told["first"] for job in made if job.cells and job.cells[0].devices == 1}
+    assert len(ones) == 8
+    trained = [job.told["training"] for job in made if "training" in job.told]
+    layouts = [example.prepare(example.parser().parse_args(words))[1] for words in trained]
+    assert {(x.kind, x.data, x.devices) for x in layouts} == {
+        ("ring", 2, 8),
+        ("all_to_all", 4, 8),
+        ("hybrid", 2, 8),
+    }
+
+
+def test_overlap():
+    """A transfer from 1 to 3 ms beside kernels of 0 to 2 and of 4 to 5: half of it is hidden."""
+    names = {"ph": "M", "pid": 1}
+    trace = [
+        names | {"name": "process_name", "args": {"name": "/device:GPU:0"}},
+        names | {"name": "thread_name", "tid": 7, "args": {"name": "Stream #7"}},
+        names | {"name": "thread_name", "tid": 8, "args": {"name": "XLA Ops"}},
+    ]
+    for tid, name, begin, end in (
+        (7, "hop", 0, 2000),
+        (7, "ncclDevKernel_SendRecv", 1000, 3000),
+        (8, "hop", 0, 9000),
+        (7, "hop", 4000, 5000),
+    ):
+        trace.append(
+            {"ph": "X", "pid": 1, "tid": tid, "name": name, "ts": begin, "dur": end - begin}
+        )
+    (events,) = scaling_trace.kernels({"traceEvents": trace}).values()
+    found = scaling_trace.overlap(events)
+    assert dataclasses.astuple(found) == (5.0, 3.0, 2.0, 1.0, 1.0)
+    assert found.hidden == 0.5
 
 
 FAKE = """
@@ -387,7 +441,7 @@ def test_command(tmp_path, capsys):
     path = tmp_path / "scaling.json"
     words = ["--platform", "cpu", "--tokens", "32", "--devices", "2", "--kinds", "ring"]
     words += ["--masks", "causal", "--passes", "forward", "--layouts", "zigzag", "--seconds", "0"]
-    words += ["--json", str(path), "--workers", "2"]
+    words += ["--json", str(path), "--workers", "2", "--no-training"]
     assert scaling.main(words) == 0
     document = json.loads(path.read_text())
     assert [(row["silent"], "error" in row) for row in sorted(document["rows"], key=str)] == [

@@ -245,14 +245,17 @@ LAYER = {
 def test_nnx_layer():
     """Rotary positions follow the layout; the rest of the layer is none of its business."""
     x = sharded.normal(2, T, WIDTH)
+    mesh = mesh_of(EXPLICIT, (2, SIZE, 1))
+    one, split = (
+        jaxcap.nnx.TransformerLayer(**LAYER, context_parallel=cp, rngs=nnx.Rngs(0))
+        for cp in (None, parallel())
+    )
+    want = nnx.jit(lambda layer, x: layer(x))(one, x)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(*reordered(x), NamedSharding(mesh, P("data", "context")))
+        got = nnx.jit(lambda layer, x: layer(x))(split, placed)
+        same(restored(jax.device_get(got)), want)
     with jax.set_mesh(mesh_of(shape=(1, SIZE, 1))):
-        one, split = (
-            jaxcap.nnx.TransformerLayer(**LAYER, context_parallel=cp, rngs=nnx.Rngs(0))
-            for cp in (None, parallel())
-        )
-        want = nnx.jit(lambda layer, x: layer(x))(one, x)
-        got = nnx.jit(lambda layer, x: layer(x))(split, *reordered(x))
-        same(restored(got), want)
         attention = jaxcap.DotProductAttention(softcap=CAP, context_parallel=parallel())
         q, k, v = qkv(batch=2)
         same(restored(attention(*reordered(q, k, v), is_causal=True)), attend(q, k, v))
@@ -263,7 +266,7 @@ def test_linen_layer():
     with jax.set_mesh(mesh_of(shape=(1, SIZE, 1))):
         one, split = (
             jaxcap.linen.TransformerLayer(**LAYER, context_parallel=cp, deterministic=True)
-            for cp in (None, parallel())
+            for cp in (None, parallel(kind="all_to_all"))
         )
         weights = jax.jit(one.init)(jax.random.key(0), x)
         got = jax.jit(split.apply)(weights, *reordered(x))

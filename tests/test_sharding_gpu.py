@@ -66,24 +66,35 @@ def test_equals_one_device(case, kind):
     sharded.check(case, sharded.Setting(*kind, (2,), route, kernels()), dtype)
 
 
+@pytest.mark.gpu
+@pytest.mark.multigpu(2)
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["ring", "exchange"])
+@pytest.mark.parametrize("name", ["gpu_window", "gpu_sinks", "gpu_bias", "gpu_dropout"])
+def test_hybrid_on_two(name, sizes):
+    """An axis of each size; the four that a real one needs are under `jax.vmap` below."""
+    route = ("auto", "shard_map")[sizes[0] - 1]
+    setting = sharded.Setting("hybrid", "zigzag", sizes, route, kernels())
+    sharded.check(BY_NAME[name], setting, "bfloat16")
+
+
 def shards(setting, name, x):
-    """[P, ...] of what the sequence splits, a bias by its rows, and its axis in `jax.vmap`."""
+    """[*sizes, ...] of what the sequence splits, a bias by its rows, and its axis in `jax.vmap`."""
     axis = sharded.TOKENS.get(name, (None,))[0]
     if axis is None or x.shape[axis] == 1:
         return x, None
-    size = setting.sizes[0]
-    parts = x.reshape(*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])
-    return np.moveaxis(parts, axis, 0), 0
+    sizes = setting.sizes
+    parts = x.reshape(*x.shape[:axis], *sizes, -1, *x.shape[axis + 1 :])
+    return np.moveaxis(parts, range(axis, axis + len(sizes)), range(len(sizes))), 0
 
 
-def joined(name, x, mapped):
+def joined(setting, name, x, mapped):
     """The inverse; the gradient of what all shards share is the sum of their parts."""
-    x = np.asarray(x)
+    x, count = np.asarray(x), len(setting.sizes)
     if not mapped:
-        return x.astype(np.float32).sum(axis=0).astype(x.dtype)
+        return x.astype(np.float32).sum(axis=tuple(range(count))).astype(x.dtype)
     axis = sharded.TOKENS[name][0]
-    x = np.moveaxis(x, 0, axis)
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    x = np.moveaxis(x, range(count), range(axis, axis + count))
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + count + 1 :])
 
 
 def on_one_device(inputs, setting):
@@ -100,7 +111,7 @@ def on_one_device(inputs, setting):
         given = {n: arrays.pop(n) for n in names}
         call = functools.partial(
             sharded.FUNCTIONS[setting.kind],
-            axis_name="context",
+            **setting.names,
             load_balance=setting.load_balance,
             implementation=setting.backend,
             return_residual=True,
@@ -110,14 +121,17 @@ def on_one_device(inputs, setting):
         return {"out": out, "lse": lse, **pullback(cotangents)[0]}
 
     axes = {n: axis for n, (_, axis) in moved.items()}
-    mapped = jax.vmap(run, in_axes=(axes,), axis_name="context")
+    mapped = run
+    for axis in reversed(setting.axes):
+        mapped = jax.vmap(mapped, in_axes=(axes,), axis_name=axis)
     results = plain.quick_jit(mapped)({n: x for n, (x, _) in moved.items()})
-    whole = {n: joined(n, x, axes.get(n) == 0) for n, x in results.items()}
+    whole = {n: joined(setting, n, x, axes.get(n) == 0) for n, x in results.items()}
     return setting.restored(whole)
 
 
 def check_on_one(case, kind, dtype, backend):
-    setting = sharded.Setting(*kind, (4,), "shard_map", backend)
+    sizes = (2, 2) if kind[0] == "hybrid" else (4,)
+    setting = sharded.Setting(*kind, sizes, "shard_map", backend)
     wanted = conformance.expected(case, dtype)
     found = conformance.complaints(on_one_device(wanted.inputs, setting), wanted)
     assert not found, "\n".join(found)
@@ -128,7 +142,7 @@ ALONE = tuple(c for c in CASES if not c.dropout_rate)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS[:5], ids="-".join)
+@pytest.mark.parametrize("kind", [*KINDS[:5], ("hybrid", "zigzag")], ids="-".join)
 @pytest.mark.parametrize("case", ALONE, ids=lambda c: c.name)
 def test_one_gpu_stands_in_for_four(case, kind):
     check_on_one(case, kind, ("bfloat16", "float16")[ALONE.index(case) % 2], kernels())
@@ -139,4 +153,5 @@ def test_one_device_stands_in_for_four(name):
     small = {"query_length": 64, "key_length": 64, "head_size": 16, "value_size": 16}
     small |= {"window": (7, 0)} if name == "gpu_sinks" else {}
     case = dataclasses.replace(BY_NAME[name], **small)
-    check_on_one(case, ("ring", "zigzag"), "bfloat16", "blockwise")
+    kind = "ring" if name == "gpu_sinks" else "hybrid"
+    check_on_one(case, (kind, "zigzag"), "bfloat16", "blockwise")

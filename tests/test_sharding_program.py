@@ -63,14 +63,14 @@ def test_hops_outside_the_window_are_not_made(load_balance, window, hops):
     setting = sharded.Setting("ring", load_balance, (8,))
     causal = window is None or window[1] == 0
     options = {"is_causal": causal, "local_window_size": window}
-    assert permutes(compiled(setting, 64, grad=False, **options)) == 2 * (hops - 1)
+    assert permutes(compiled(setting, 64, grad=False, **options)) == hops - 1
 
 
 def test_gradients_travel_and_come_home():
-    """K and V to hop 1 forward, and backward again, where dK and dV follow and return."""
+    """K and V as one to hop 1 forward, and backward again, where dK and dV follow as one and return."""
     setting = sharded.Setting("ring", "contiguous", (4,))
     options = {"is_causal": True, "local_window_size": (63, 0)}
-    assert permutes(compiled(setting, 64, grad=True, **options)) == 2 + 2 + 2 * 2
+    assert permutes(compiled(setting, 64, grad=True, **options)) == 1 + 1 + 1 + 2
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "all_to_all"])
@@ -91,13 +91,10 @@ def temporary(kind, size, load_balance="zigzag"):
     return program.memory_analysis().temp_size_in_bytes / (512 * 8 * 16 * 2)
 
 
-def test_memory_of_a_ring_is_that_of_a_shard():
-    """The same on 4 and on 8 devices with shards of one size; an all-gather's grows with the sequence."""
-    four, eight = temporary("ring", 4), temporary("ring", 8)
-    assert eight <= 1.05 * four
-    assert temporary("all_to_all", 8, "contiguous") <= 1.1 * temporary(
-        "all_to_all", 4, "contiguous"
-    )
+def test_memory_of_the_other_kinds():
+    """On 4 and on 8 devices with shards of one size: an all-gather's grows with the sequence."""
+    four, eight = (temporary("all_to_all", size, "contiguous") for size in (4, 8))
+    assert eight <= 1.1 * four
     # K and V in bfloat16, dK and dV in float32, of 8 shards, and copies that XLA makes of them.
     assert eight < temporary("all_gather", 8, "contiguous") < 8 * 20
 
@@ -166,21 +163,26 @@ def traced_events(function):
 
 
 def test_transfers_do_not_wait_for_the_hop_they_overlap():
-    """In the program's order, transfers for hop n + 1 come before the call of hop n and use none of it,
+    """In the program's order, the transfer for hop n + 1 comes before the call of hop n and uses none of it,
     and no call uses another's result: partial sums are nobody's business but the sum's."""
     events = traced_events(lambda run: run)
-    assert [kind for kind, _ in events] == [*["permute", "permute", "call"] * 3, "call"]
+    assert [kind for kind, _ in events] == [*["permute", "call"] * 3, "call"]
     assert all(not needed for _, needed in events)
 
 
 def test_gradients_of_keys_travel_while_the_next_hop_computes():
-    """No backward call needs a transferred gradient."""
+    """With the keys for hop n + 1 travel the gradients of hop n - 1: no call needs those of the last one."""
     events = traced_events(lambda run: jax.grad(run, (0, 1, 2)))
-    calls = [needed for kind, needed in events if kind == "call"]
-    assert len(calls) == 8
-    forward = {i for i, (kind, _) in enumerate(events) if kind == "call"}
-    first = sorted(forward)[:4]
-    assert all(needed <= set(first) for needed in calls)
+    kinds = [kind for kind, _ in events]
+    assert kinds == [
+        *["permute", "call"] * 3,
+        "call",
+        *["permute", "call"] * 4,
+        "permute",
+        "permute",
+    ]
+    calls = [i for i, kind in enumerate(kinds) if kind == "call"]
+    assert all(calls[n - 1] not in events[calls[n]][1] for n in range(5, 8))
 
 
 # ---- Long rings ----
@@ -204,7 +206,9 @@ def test_long_rings_are_loops(load_balance, monkeypatch):
     sharded.program.cache_clear()
     sharded.check(case, sharded.Setting("ring", load_balance, (8,), "shard_map"))
     program = compiled(sharded.Setting("ring", load_balance, (8,)), 16, grad=True, is_causal=True)
-    assert permutes(program) <= 2 + 2 + 2 + 2 + 4 + 4  # before, in and after a loop, not one a hop
+    assert (
+        permutes(program) <= 4 + 8
+    )  # before, in and after a loop, not one a hop; with ids or positions
     plain.forget_programs()
     sharded.program.cache_clear()
 

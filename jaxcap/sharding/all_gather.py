@@ -48,7 +48,7 @@ class AllGather(Local):
     def _forward(self, shard: Shard) -> tuple[Array, Array]:
         keys, total, sums = self._gathered(shard), Accumulator(shard, 1), {}
         for step in shard.plan.steps([0]):
-            sums = total.add(sums, shard.forward(step, keys, 0))
+            sums = total.add(sums, *shard.forward(step, keys, 0))
         return total.finish(total.filled(sums))
 
     def _backward(self, shard: Shard, results: Results) -> Gradients:

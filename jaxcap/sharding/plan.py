@@ -135,6 +135,15 @@ class Plan:
 
     # Steps.
 
+    @functools.cached_property
+    def groups(self) -> list[Runs]:
+        """Runs of the queries whose results are one array; a piece has queries of one group."""
+        queries, _ = self.counts
+        unbanded = self.positional or self.spec.band == (None, None)
+        if self.mirrored or (unbanded and not self.by_place):
+            return [(0, queries)]
+        return [(a, a + 1) for a in range(queries)]
+
     def steps(self, hops: Sequence[int]) -> list[Step]:
         """What a device does in any of these hops: keys that come from `hop` ranks below it."""
         if self.mirrored:

@@ -22,22 +22,14 @@ import jax.numpy as jnp
 from jaxcap import merge, softcap
 from jaxcap.chunks import put_sum
 from jaxcap.merge import Part, Sums
-from jaxcap.sharding import pieces
+from jaxcap.sharding import pieces, transfer
 from jaxcap.sharding.local import Local, join_rows
-from jaxcap.sharding.pieces import Results
+from jaxcap.sharding.pieces import Keys, Results
 from jaxcap.sharding.shard import Shard
 from jaxcap.spec import Array, Gradients
 
 #: Longest sequence of hops that is not made a loop; compiled code grows with it.
 UNROLLED = 16
-
-
-def shift(tree: Any, axes: tuple[str, ...], size: int, by: int) -> Any:
-    """Each device's arrays to the device `by` ranks above."""
-    if by % size == 0:
-        return tree
-    pairs = [(i, (i + by) % size) for i in range(size)]
-    return jax.tree.map(lambda x: jax.lax.ppermute(x, axes, pairs), tree)
 
 
 def _after(tree: Any, *waited_for: Any) -> Any:
@@ -65,7 +57,7 @@ def stretches(hops: list[int]) -> list[tuple[int, int]]:
 
 
 class Accumulator:
-    """Sums of parts by run of the queries.
+    """Sums of parts by group of the queries.
 
     Where a cap bounds the scores, all are relative to one constant and simply add up; not in float32,
     whose values nothing bounds.
@@ -88,17 +80,17 @@ class Accumulator:
         top = self.shard.mark(jnp.full_like(rows, self.top))
         return Sums(part.out.astype(rows.dtype) * weight[..., None], top, weight)
 
-    def add(self, sums: dict[int, Sums], parts: dict[int, Part]) -> dict[int, Sums]:
-        terms = {i: self.term(part) for i, part in parts.items()}
-        joined = {i: self.join(sums[i], t) if i in sums else t for i, t in terms.items()}
-        return {**sums, **joined}
+    def add(self, sums: dict[int, Sums], group: int, part: Part) -> dict[int, Sums]:
+        term = self.term(part)
+        return {**sums, group: self.join(sums[group], term) if group in sums else term}
 
     def nothing(self) -> dict[int, Sums]:
         operands = self.shard.operands
         batch, _, heads, _ = operands.query.shape
         wide, found = self.shard.plan.spec.accumulator, {}
-        for i, run in enumerate(self.shard.queries):
-            rows = (batch, run.length, heads)
+        for i, group in enumerate(self.shard.plan.groups):
+            places = self.shard.rows_of(group)
+            rows = (batch, places.stop - places.start, heads)
             top = jnp.full(rows, -jnp.inf if self.top is None else self.top, wide)
             numerator = jnp.zeros((*rows, operands.value.shape[3]), wide)
             empty = Sums(numerator, top, jnp.zeros(rows, wide))
@@ -106,8 +98,8 @@ class Accumulator:
         return found
 
     def filled(self, sums: dict[int, Sums]) -> dict[int, Sums]:
-        """With nothing for runs that are not there yet."""
-        if len(sums) == len(self.shard.queries):
+        """With nothing for groups that are not there yet."""
+        if len(sums) == len(self.shard.plan.groups):
             return sums
         return {**self.nothing(), **sums}
 
@@ -125,9 +117,31 @@ class Ring(Local):
     name = "ring"
 
     def _shift(self, tree: Any, by: int) -> Any:
-        return shift(tree, self.axes, self.size, by)
+        return transfer.shift(tree, self.axes, self.size, by)
 
-    def _hops(self, shard: Shard, step: Callable, riding: Any, carry: Any) -> tuple[Any, Any]:
+    def _travel(self, keys: Keys, by: int, riding: Any, behind: int) -> tuple[Any, Callable, Any]:
+        """Sends keys `by` ranks on and what rides with them `behind`: (what comes, its keys, what rode).
+
+        Nothing is sent where a distance is 0. What goes as far as the keys goes with them.
+        """
+        leaves, tree = jax.tree.flatten(riding)
+        loads: dict[int, list[Array]] = {}
+        for distance, arrays in ((by, [keys.key, keys.value]), (behind, leaves)):
+            if distance and arrays:
+                loads.setdefault(distance, []).extend(arrays)
+        sent = {d: self._shift(transfer.joined(load), d) for d, load in loads.items()}
+        if behind and leaves:
+            arrived = transfer.parted(sent[behind], loads[behind])[-len(leaves) :]
+            riding = jax.tree.unflatten(tree, arrived)
+        ids = self._shift((keys.segment_ids, keys.positions), by)
+
+        def unpack(coming):
+            both, ids = coming
+            return Keys(*transfer.parted(both, loads[by])[:2], *ids)
+
+        return (sent.get(by), ids), unpack, riding
+
+    def _hops(self, shard: Shard, step: Callable, carry: Any) -> tuple[Any, Any]:
         """`riding, carry, done = step(hops, source, keys, riding, carry)` for each hop.
 
         `riding` travels with the keys, one hop later, and comes home in the end. The keys for the next
@@ -136,31 +150,34 @@ class Ring(Local):
         hops = shard.plan.active_hops
         keys, rank = pieces.keys_of(shard.operands), shard.rank
 
-        def one(hop, members, keys, riding, carry):
+        def one(hop, members, keys, riding, behind, carry):
             after = [h for h in hops if h > hop]
             by = after[0] - hop if after else 0
-            coming = self._shift(keys, by) if after else None
+            coming, unpack, riding = self._travel(keys, by, riding, behind)
             source = rank if hop == 0 else (rank - hop) % self.size
             riding, now, done = step(members, source, keys, riding, carry)
             # Every other time, so that two parts are added to the sums at once.
-            keys = _after(coming, done, carry if hop % 2 else None) if after else None
-            return keys, self._shift(riding, by if after else -hop), now
+            if after:
+                keys = unpack(_after(coming, done, carry if hop % 2 else None))
+            return keys, riding, by, now
 
+        riding, behind = None, 0
         for first, count in stretches(hops):
             members = range(first, first + count)
             stop = members[-1]  # by itself: not followed by the transfer that follows the others
 
             def body(i, state, members=members):
                 keys, riding, carry = state
-                coming = self._shift(keys, 1)
+                coming, unpack, riding = self._travel(keys, 1, riding, 1)
                 riding, carry, _ = step(members, (rank - i) % self.size, keys, riding, carry)
-                return coming, self._shift(riding, 1), carry
+                return unpack(coming), riding, carry
 
             if count > 1:
+                riding, behind = self._shift(riding, behind - 1), 1
                 bounds = jnp.int32(first), jnp.int32(stop)
                 keys, riding, carry = jax.lax.fori_loop(*bounds, body, (keys, riding, carry))
-            keys, riding, carry = one(stop, members, keys, riding, carry)
-        return riding, carry
+            keys, riding, behind, carry = one(stop, members, keys, riding, behind, carry)
+        return self._shift(riding, -hops[-1]), carry
 
     def _forward(self, shard: Shard) -> tuple[Array, Array]:
         total = Accumulator(shard, self.size)
@@ -168,11 +185,11 @@ class Ring(Local):
         def step(hops, source, keys, riding, sums):
             found = [shard.forward(s, keys, source) for s in shard.plan.steps(hops)]
             now = sums
-            for parts in found:
-                now = total.add(now, parts)
+            for group, part in found:
+                now = total.add(now, group, part)
             return riding, total.filled(now), found
 
-        _, sums = self._hops(shard, step, None, {})
+        _, sums = self._hops(shard, step, {})
         return total.finish(sums)
 
     def _backward(self, shard: Shard, results: Results) -> Gradients:
@@ -197,7 +214,7 @@ class Ring(Local):
         d_bias = None
         if "bias" in spec.gradients:
             d_bias = shard.mark(jnp.zeros(operands.bias.shape, wide))
-        (d_key, d_value), (d_query, d_bias) = self._hops(shard, step, None, (None, d_bias))
+        (d_key, d_value), (d_query, d_bias) = self._hops(shard, step, (None, d_bias))
         return Gradients(d_query, d_key, d_value, d_bias)
 
 

@@ -69,35 +69,32 @@ class Shard:
             found = pieces.bounds(self.plan, self.operands, self.rank, keys, source)
         return jax.lax.switch(step.choose(self.rank, source, found), branches)
 
-    def forward(self, step: Step, keys: Keys, source: Any) -> dict[int, Part]:
-        """By run of the queries: output and log-sum-exp over the keys of the step."""
-        touched = step.queries
+    def rows_of(self, group: tuple[int, int]) -> slice:
+        """The places of the queries of some runs."""
+        return span(self.queries[slice(*group)])
+
+    def forward(self, step: Step, keys: Keys, source: Any) -> tuple[int, Part]:
+        """Which of the plan's groups of queries; output and log-sum-exp over the keys of the step."""
         spec, operands = self.plan.spec, self.operands
         batch, _, heads, _ = operands.query.shape
-
-        def empty(i):
-            shape = (batch, self.queries[i].length, heads, operands.value.shape[3])
-            out = jnp.zeros(shape, spec.accumulator if self.wide else spec.dtype)
-            lse = jnp.full((batch, heads, shape[1]), -jnp.inf, spec.accumulator)
-            return Part(self.mark(out), self.mark(lse))
+        groups = self.plan.groups
+        number = next(i for i, (_, stop) in enumerate(groups) if step.queries[0] < stop)
+        rows = self.rows_of(groups[number])
+        shape = (batch, rows.stop - rows.start, heads, operands.value.shape[3])
+        out = jnp.zeros(shape, spec.accumulator if self.wide else spec.dtype)
+        lse = jnp.full((batch, heads, shape[1]), -jnp.inf, spec.accumulator)
+        nothing = Part(self.mark(out), self.mark(lse))
 
         def compute(piece):
             asked = self.asked(piece).replace(sinks=False)
             given = self._operands(piece, keys, source)._replace(sinks=None)
             out, lse = self._run(asked, "forward")(given)
-            parts = dict(self._split(piece.queries, out, lse))
-            return tuple(parts[i] if i in parts else empty(i) for i in touched)
+            start = self.rows_of(piece.queries).start - rows.start
+            return Part(
+                _put(nothing.out, out, {1: start}), _put(nothing.lse, lse, {2: start}, -jnp.inf)
+            )
 
-        parts = self.choose(step, keys, source, compute, tuple(empty(i) for i in touched))
-        return dict(zip(touched, parts, strict=True))
-
-    def _split(self, runs: tuple[int, int], out: Array, lse: Array):
-        """By run: rows of [B, T, ...] and of [B, N, T]."""
-        start = self.queries[runs[0]].offset
-        for i in range(*runs):
-            run = self.queries[i]
-            rows = slice(run.offset - start, run.offset - start + run.length)
-            yield i, Part(out[:, rows], lse[:, :, rows])
+        return number, self.choose(step, keys, source, compute, nothing)
 
     def _zero(self, name: str, keys: Keys) -> Array:
         """A gradient in full; of a bias the columns of these keys."""
@@ -116,7 +113,7 @@ class Shard:
 
         def compute(piece):
             given = self._operands(piece, keys, source)
-            place = span(self.queries[slice(*piece.queries)])
+            place = self.rows_of(piece.queries)
             saved = Results(
                 results.out[:, place],
                 results.lse[:, :, place],
@@ -172,11 +169,12 @@ def _called(run: Callable, backend: Any, decision: selection.Decision, part: str
     return jax.jit(piece)
 
 
-def _put(zeros: Array, part: Array, starts: dict[int, int]) -> Array:
+def _put(zeros: Array, part: Array, starts: dict[int, int], value: float = 0.0) -> Array:
+    """`part` in an array like `zeros`, `value` around it."""
     if zeros.shape == part.shape:
         return part
     widths = [(0, 0, 0)] * part.ndim
     for axis, start in starts.items():
         if part.shape[axis] != zeros.shape[axis]:
             widths[axis] = (start, zeros.shape[axis] - part.shape[axis] - start, 0)
-    return jax.lax.pad(part, jnp.zeros((), part.dtype), widths)
+    return jax.lax.pad(part, jnp.full((), value, part.dtype), widths)
