@@ -268,12 +268,43 @@ def test_other_memory_than_the_kernels_want():
 
 @pytest.mark.multigpu
 @needs_hopper
-def test_a_device_that_is_not_the_current_one():
+@pytest.mark.parametrize("backend", [None, "blockwise"])
+def test_a_device_that_is_not_the_current_one(backend):
+    """Launched directly and through JAX."""
     q, k, v = small().values()
-    wanted = torch.autograd.grad(loss(q, k, v), v)[0]
+    wanted = torch.autograd.grad(loss(q, k, v, backend=backend), v)[0]
     other = [x.detach().to("cuda:1").requires_grad_() for x in (q, k, v)]
-    (found,) = torch.autograd.grad(loss(*other), other[2])
-    assert found.device.index == 1 and torch.equal(found.cpu(), wanted.cpu())
+    (found,) = torch.autograd.grad(loss(*other, backend=backend), other[2])
+    assert found.device.index == 1 and torch.cuda.current_device() == 0
+    assert far(found.cpu(), numpy(wanted)) < 1e-2
+    with pytest.raises(ValueError, match="k is on cuda:1, q on cuda:0"):
+        loss(q, other[1], v, backend=backend)
+
+
+@pytest.mark.multigpu
+@needs_hopper
+def test_both_gpus_at_once():
+    """A thread a device, both between calls of the main one, through the direct path and JAX by turns."""
+    sets = {i: [x.detach().to(f"cuda:{i}") for x in small().values()] for i in (0, 1)}
+    wanted = numpy(torch_bridge.attention(*sets[0], **CALL))
+    wrong = []
+
+    def work(device, count):
+        for i in range(count):
+            name = "blockwise" if i % 2 else None
+            out = torch_bridge.attention(*sets[device], backend=name, **CALL)
+            if out.device.index != device or far(out, wanted) > TOLERANCE:
+                wrong.append((device, i))
+
+    threads = [threading.Thread(target=work, args=(i, 30)) for i in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for _ in range(15):
+        work(0, 2)
+        work(1, 2)
+    for thread in threads:
+        thread.join()
+    assert not wrong and torch.cuda.current_device() == 0
 
 
 def test_gemma_2_as_transformers_runs_it():

@@ -188,8 +188,8 @@ def test_masks_that_are_more_than_causality_and_a_window_are_written_out():
 
     causal = masking_utils.causal_mask_function
     sliding = masking_utils.sliding_window_causal_mask_function(3)
-    assert mask(causal) is None
-    assert mask(sliding, local_size=3, config=config).shape == (1, 0, 3)
+    assert mask(causal).shape == (0, 8, 9)
+    assert mask(sliding, local_size=3, config=config).shape == (0, 8, 12)
     chunked = masking_utils.chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int32))
     config.attention_chunk_size = 3
     written = mask(chunked, local_size=3, config=config)
@@ -200,10 +200,36 @@ def test_masks_that_are_more_than_causality_and_a_window_are_written_out():
     # A static cache is longer than what it holds.
     assert mask(causal, q_offset=torch.tensor(0)).shape == (1, 1, 8, 8)
     padding = torch.tensor([[False, True, True, True, True, True, True, True]])
-    assert mask(causal, attention_mask=padding).shape == (1, 8)
+    assert mask(causal, attention_mask=padding).shape == (1, 8, 9)
     config.attention_chunk_size = None
     windowed = mask(sliding, attention_mask=padding, local_size=3, config=config)
-    assert windowed.shape == (1, 8, 3) and windowed.stride(2) == 0
+    assert windowed.shape == (1, 8, 12) and windowed.stride(2) == 0
+
+
+def test_what_a_model_does_to_a_mask_or_its_keys_is_noticed():
+    """It would lose causality or a window, or see keys of its own, silently."""
+    from transformers import masking_utils
+
+    sizes = {"batch_size": 1, "q_length": 6, "kv_length": 6, "device": "cpu"}
+    sizes |= {"mask_function": masking_utils.causal_mask_function}
+    short = huggingface.attention_mask(**sizes)
+    given = states()
+    # Whatever the module says of itself: Transformers made the mask a causal one.
+    found, _ = huggingface.attention_forward(layer(is_causal=False), *given, short)
+    torch.testing.assert_close(found, huggingface.attention_forward(layer(), *given, None)[0])
+    with pytest.raises(IndexError):  # to add to it, as `doge` does; which gets all of it
+        short[:, :, :, :6]
+    config = types.SimpleNamespace(model_type="doge", sliding_window=None)
+    assert huggingface.attention_mask(config=config, **sizes).shape == (1, 1, 6, 6)
+    for changed in (short[..., :6], short[:, :5]):
+        with pytest.raises(ValueError, match="changed since.*attn_implementation='eager'"):
+            huggingface.attention_forward(layer(), *given, changed)
+    with pytest.raises(ValueError, match="attends 8 keys under a causal mask made for 6"):
+        huggingface.attention_forward(layer(), *states(6, 8), short)
+    with pytest.raises(
+        ValueError, match="hands sinks to its attention, which jaxcap does not know"
+    ):
+        huggingface.attention_forward(layer(), *given, short, sinks=torch.zeros(1, 4, 6, 1))
 
 
 @pytest.mark.parametrize("padding", ["no padding", "left"])

@@ -5,6 +5,8 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.autograd.functional import jacobian
 
 from jaxcap import torch_bridge
 from jaxcap.torch_bridge import call, checks
@@ -134,6 +136,8 @@ def test_a_module_checks_its_settings_when_it_is_made():
 def test_bounds_need_not_begin_with_0_and_no_message_says_so():
     with pytest.raises(ValueError, match=r"cu_seqlens_q must be \[sequences \+ 1\] integers, got"):
         torch_bridge.varlen_attention(Q[0], K[0], V[0], torch.tensor([0.0, 3.0]))
+    with pytest.raises(ValueError, match="cu_seqlens_q is on meta, q on cpu"):
+        torch_bridge.varlen_attention(Q[0], K[0], V[0], torch.tensor([0, 3], device="meta"))
 
 
 def test_settings_of_plain_values_are_kept_as_they_are():
@@ -144,7 +148,38 @@ def test_settings_of_plain_values_are_kept_as_they_are():
     ]
 
 
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
-def test_derivatives_by_torch_func_are_an_error_that_says_so(transform):
-    with pytest.raises(NotImplementedError, match="no derivative by torch.func"):
-        transform(lambda q: attend(q, K, V).sum())(Q)
+def dual(function):
+    with forward_ad.dual_level():
+        return function(forward_ad.make_dual(Q, Q))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning"
+)
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (
+            lambda: torch.func.grad(lambda q: attend(q, K, V).sum())(Q),
+            "no derivative by torch.func",
+        ),
+        (lambda: torch.func.jacrev(lambda q: attend(q, K, V))(Q), "no derivative by torch.func"),
+        (lambda: dual(lambda q: attend(q, K, V)), "or forward mode"),
+        (lambda: torch.jit.trace(attend, (Q, K, V)), "torch.jit.trace cannot record"),
+        (
+            lambda: jacobian(lambda q: attend(q, K[:1], V[:1]), Q[:1, :1], vectorize=True),
+            "one gradient at a time",
+        ),
+    ],
+)
+def test_derivatives_and_recordings_that_would_be_wrong_are_errors(run, message):
+    with pytest.raises(NotImplementedError, match=message):
+        run()
+
+
+def test_a_gradient_that_there_is_not_is_an_error():
+    slopes = torch.rand(4, requires_grad=True)
+    with pytest.raises(ValueError, match="alibi_slopes requires a gradient and has none"):
+        attend(alibi_slopes=slopes)
+    with torch.no_grad():
+        attend(alibi_slopes=slopes)

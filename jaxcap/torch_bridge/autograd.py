@@ -14,6 +14,13 @@ TWICE = (
     "jaxcap's attention has first derivatives only, and this asks for the derivative of its gradient"
     " (create_graph=True); use torch.nn.functional.scaled_dot_product_attention or plain PyTorch for those"
 )
+BATCHED = "jaxcap's attention takes one gradient at a time (not is_grads_batched, nor vectorize in jacobian)"
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def one_at_a_time(*cotangents: Tensor | None) -> None:
+    if any(x is not None and _is_batched(x) for x in cotangents):
+        raise NotImplementedError(BATCHED)
 
 
 def packed(x: Tensor) -> Tensor:
@@ -43,6 +50,7 @@ class Attention(torch.autograd.Function):
         results: list[Any] = [None] * (ctx.count + 1)
         if d_out is None and d_lse is None:
             return tuple(results)
+        one_at_a_time(*cotangents)
         plan = ctx.plan
         # Only with create_graph=True is there a graph of the backward pass, for its derivative to be refused.
         run = Gradients.apply if torch.is_grad_enabled() else gradients

@@ -113,10 +113,14 @@ def canonical(
     q_ids, k_ids = segments(segment_ids, batch, length, key_length)
     if alibi_slopes is not None:
         alibi_slopes = per_head("alibi_slopes", alibi_slopes, batch, heads, batched=True)
+        if alibi_slopes.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "alibi_slopes requires a gradient and has none; pass alibi_slopes.detach(), or learn a bias"
+            )
         alibi_slopes = alibi_slopes.detach().to(torch.float32)
     if sinks is not None:
         sinks = per_head("sinks", sinks, batch, heads, batched=False)
-    tensors = Tensors(
+    return Tensors(
         q,
         k,
         v,
@@ -126,10 +130,14 @@ def canonical(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
+
+
+def check_devices(tensors: Tensors) -> None:
+    """A kernel would take the address of a tensor elsewhere for one of its own."""
+    device = tensors.query.device
     for name, x in zip(Tensors._fields, tensors, strict=True):
-        if x is not None and x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}, q on {q.device}; move one to the other")
-    return tensors
+        if x is not None and x.device != device:
+            raise ValueError(f"{name} is on {x.device}, q on {device}; move one to the other")
 
 
 @functools.cache

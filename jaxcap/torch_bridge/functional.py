@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from jaxcap.torch_bridge import autograd, call, checks, operator
 from jaxcap.torch_bridge.call import Settings, Tensor, Tensors
@@ -103,7 +104,7 @@ def attention(
 
 
 def _eager(*tensors: Any) -> bool:
-    """Whether nothing watches: no compiler, no subclass, nothing sparse, no mode, no transform."""
+    """Whether nothing watches: no compiler, tracer, subclass, mode or transform, and nothing sparse."""
     if torch.compiler.is_compiling():
         return False
     for x in tensors:
@@ -112,6 +113,8 @@ def _eager(*tensors: Any) -> bool:
     return (
         torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None
     )
 
 
@@ -157,6 +160,7 @@ def attend(
     settings: Settings, tensors: Tensors, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of canonical tensors, with any of jaxcap's masks; draws the dropout's key."""
+    call.check_devices(tensors)
     if settings.dropout_p:
         if generator is not None and torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
@@ -174,11 +178,26 @@ def attend(
         tensors = tensors._replace(dropout_key=key)
     if _eager(*(x for x in tensors if x is not None)):
         return autograd.attend(settings, tensors)
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        top: Any = torch._C._functorch.peek_interpreter_stack()  # pyright: ignore[reportAttributeAccessIssue]
-        if top.key().name in ("Grad", "Jvp"):
-            raise NotImplementedError(
-                "jaxcap's attention has no derivative by torch.func; use backward() or torch.autograd.grad"
-            )
+    if not torch.compiler.is_compiling():
+        _refuse_watchers(tensors)
     gradients = autograd.wanted(tensors)
     return torch.ops.jaxcap.attention(*operator.spread(tensors, settings, gradients))
+
+
+def _refuse_watchers(tensors: Tensors) -> None:
+    """Raises NotImplementedError where a result would lack a derivative, or be a constant."""
+    if torch._C._get_tracing_state() is not None:
+        raise NotImplementedError(
+            "torch.jit.trace cannot record jaxcap's attention; use torch.compile or torch.export"
+        )
+    forward = forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None for x in tensors if x is not None
+    )
+    if torch._C._are_functorch_transforms_active():
+        top: Any = torch._C._functorch.peek_interpreter_stack()  # pyright: ignore[reportAttributeAccessIssue]
+        forward = forward or top.key().name in ("Grad", "Jvp")
+    if forward:
+        raise NotImplementedError(
+            "jaxcap's attention has no derivative by torch.func or forward mode; use backward() or"
+            " torch.autograd.grad"
+        )

@@ -14,10 +14,14 @@ from torch.nn import functional
 from jaxcap.torch_bridge import call, checks
 from jaxcap.torch_bridge.call import Settings, Tensor, Tensors
 from jaxcap.torch_bridge.functional import attend, autocast
+from jaxcap.torch_bridge.huggingface_masks import attention_mask, causal_parts
 
 NAME = "jaxcap"
 #: Arguments of other implementations that would change the result.
 REFUSED = ("head_mask", "output_attentions", "attention_bias", "alibi", "relative_position_bias")
+#: Tensors whose meaning is in the mask already; of the packed lengths in one of queries and keys alone.
+KNOWN = ("position_ids", "cache_position", "indices")
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
 def register_with_transformers() -> None:
@@ -42,60 +46,6 @@ def register_with_transformers() -> None:
     AttentionMaskInterface.register(NAME, attention_mask)
 
 
-def attention_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Any = 0,
-    kv_offset: int = 0,
-    mask_function: Any = None,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    config: Any = None,
-    **keywords: Any,
-) -> Tensor | None:
-    """None for causality alone, `[B, S]` with padding, else `[B, 1, T, S]`; True keeps.
-
-    A sliding window W comes along as the length of a third axis, `[B, S, W]`, or `[1, 0, W]` without padding:
-    not every model hands its window to its attention.
-    """
-    from transformers.masking_utils import causal_mask_function, sdpa_mask
-
-    aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    if local_size is None:
-        known = mask_function is causal_mask_function
-    else:
-        chunked = getattr(config, "attention_chunk_size", None) is not None
-        known = not chunked and getattr(config, "sliding_window", None) == local_size
-    if not (allow_is_causal_skip and aligned and known):
-        return sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            allow_is_causal_skip=False,
-            config=config,
-            **keywords,
-        )
-    alone = None
-    if local_size is not None:
-        alone = torch.empty(1, 0, local_size, dtype=torch.bool, device=keywords.get("device"))
-    if attention_mask is None:
-        return alone
-    padding = attention_mask[:, kv_offset : kv_offset + kv_length]
-    if padding.shape[1] < kv_length:
-        padding = functional.pad(padding, (0, kv_length - padding.shape[1]))
-    # One question to the device for all layers of a step, as Transformers' own implementations ask.
-    if not torch.compiler.is_compiling() and padding.all():
-        return alone
-    return padding if local_size is None else padding[..., None].expand(-1, -1, local_size)
-
-
 def attention_forward(
     module: Any,
     query: Tensor,
@@ -116,6 +66,13 @@ def attention_forward(
         raise ValueError(
             f"jaxcap has no {', '.join(refused)}; use attn_implementation='eager' for it"
         )
+    written = attention_mask is not None and attention_mask.dim() == 4
+    known = KNOWN + PACKED if written else KNOWN
+    if unknown := [n for n, x in keywords.items() if isinstance(x, Tensor) and n not in known]:
+        raise ValueError(
+            f"{type(module).__name__} hands {', '.join(unknown)} to its attention, which jaxcap does not"
+            " know; use attn_implementation='eager' for this model"
+        )
     declared = getattr(getattr(module, "config", None), "attn_logit_softcapping", None)
     if declared and not softcap:
         raise ValueError(
@@ -127,9 +84,9 @@ def attention_forward(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     parts = {"bias": position_bias, "sinks": s_aux}
     window = sliding_window if causal else None
-    if attention_mask is not None and attention_mask.dim() == 3:  # from `attention_mask` above
-        causal, window = True, attention_mask.shape[2]
-        attention_mask = attention_mask[..., 0] if attention_mask.shape[1] else None
+    if attention_mask is not None and attention_mask.dim() == 3:  # from `attention_mask`
+        causal = True
+        window, attention_mask = causal_parts(module, attention_mask, k.shape[1])
     if attention_mask is not None and attention_mask.dim() == 4:  # has all of it
         causal, window = False, None
         attention_mask = attention_mask[..., : k.shape[1]]
@@ -141,6 +98,8 @@ def attention_forward(
         if window is not None and k.shape[1] > window:
             k, v = k[:, -window:], v[:, -window:]
             attention_mask = None if attention_mask is None else attention_mask[:, -window:]
+            if position_bias is not None and position_bias.shape[-1] > 1:
+                parts["bias"] = position_bias[..., -window:]
         window = None
     tensors = call.canonical(q, k, v, parts["bias"], None, None, parts["sinks"])
     tensors = _masked(tensors, attention_mask)

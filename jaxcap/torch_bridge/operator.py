@@ -96,6 +96,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+    autograd.one_at_a_time(d_out, d_lse)
     *tensors, out, lse = ctx.saved_tensors
     results: list[Any] = [None] * (_COUNT + len(ctx.rest))
     if d_out is None and d_lse is None:

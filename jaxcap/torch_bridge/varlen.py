@@ -11,11 +11,13 @@ from jaxcap.torch_bridge.functional import attend, autocast
 FAR = 2**30
 
 
-def _bounds(name: str, x: Any) -> Tensor:
+def _bounds(name: str, x: Any, device: torch.device) -> Tensor:
     if not isinstance(x, Tensor) or x.dtype not in checks.INTEGERS or x.dim() != 1 or len(x) < 2:
         got = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name} must be [sequences + 1] integers, got {got}")
     checks.dense(name, x)
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device}, q on {device}; move one to the other")
     if x.dtype == torch.int64:  # what int32 cannot say lies past every token
         x = x.clamp(-FAR, FAR)
     return x.to(torch.int32)
@@ -97,13 +99,14 @@ def varlen_attention(
     q, k, v = autocast(q[None], k[None], v[None])
     checks.check_inputs(q, k, v, "bshd")
     tensors = canonical(q, k, v, None, alibi_slopes, None, sinks)
-    bounds = _bounds("cu_seqlens_q", cu_seqlens_q)
+    bounds = _bounds("cu_seqlens_q", cu_seqlens_q, q.device)
     q_place, q_ids = _locate(bounds, q.shape[1], -1)
     if cu_seqlens_k is None and q.shape[1] == k.shape[1]:
         # Indices differ as positions do wherever the ids are equal.
         k_place, k_ids = None, torch.where(q_ids < 0, -2, q_ids)
     else:
-        k_bounds = _bounds("cu_seqlens_k", cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
+        given = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        k_bounds = _bounds("cu_seqlens_k", given, q.device)
         if k_bounds.shape != bounds.shape:
             raise ValueError(
                 f"cu_seqlens_k must be as long as cu_seqlens_q, {len(bounds)}, got {len(k_bounds)}"
