@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 from jaxcap.bench import command, report
 from jaxcap.bench.cases import CASES, Case
 from jaxcap.bench.implementations import Implementation, available
-from jaxcap.bench.measure import PASSES, Row, measure
+from jaxcap.bench.measure import PASSES, Row, measure, turn
 
 TINY = Case("tiny", 1, 16, 16, 2, 1, 8, True, dtype="float32")
 
@@ -47,11 +48,7 @@ def test_rows_of_a_peer_that_fails_or_has_no_backward():
         Implementation("works+cap", "jax", True, works),
         Implementation("forward plain", "jax", False, works, backward=False),
     ]
-    rows = [
-        row
-        for passes in PASSES
-        for row in measure(TINY, implementations, passes, rounds=2, burst_s=0.0)
-    ]
+    rows = list(measure(TINY, implementations, PASSES, rounds=2, burst_s=0.0))
     by_name = {(row.implementation, row.passes): row for row in rows}
     assert len(rows) == 6
     assert by_name["broken+cap", "forward"].error == "RuntimeError: no kernel"
@@ -69,7 +66,7 @@ def test_a_result_that_is_not_finite_is_an_error():
     def nan(case, capped):
         return lambda q, k, v: q * jnp.nan
 
-    (row,) = measure(TINY, [Implementation("nan+cap", "jax", True, nan)], "forward")
+    (row,) = measure(TINY, [Implementation("nan+cap", "jax", True, nan)], ["forward"])
     assert row.error is not None
     assert row.error.startswith("AssertionError")
 
@@ -146,7 +143,7 @@ def test_rounds_have_different_orders(monkeypatch):
 
     monkeypatch.setattr("jaxcap.bench.measure._jax_runner", runner)
     known = [Implementation(name, "jax", False, lambda *a: None) for name in "abcd"]
-    list(measure(TINY, known, "forward", rounds=6, burst_s=1.0))
+    list(measure(TINY, known, ["forward"], rounds=6, burst_s=1.0))
     timed = "".join(seen)[4:]  # after one call of each
     rounds = [timed[:4], *("".join(timed[i : i + 8 : 2]) for i in range(4, len(timed), 8))]
     assert all(sorted(order) == list("abcd") for order in rounds)
@@ -156,7 +153,7 @@ def test_rounds_have_different_orders(monkeypatch):
 
 
 def test_processes_take_turns(tmp_path):
-    """While one process times, another that names the same lock waits."""
+    """All prepare side by side; one that times waits for them, and others wait for it."""
     lock = tmp_path / "lock"
     script = (
         "import pathlib, sys, time\n"
@@ -165,8 +162,12 @@ def test_processes_take_turns(tmp_path):
         "    begin = time.time(); time.sleep(0.3); print(begin, time.time())\n"
     )
     command = [sys.executable, "-c", script, str(lock)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    with turn(lock, alone=False), turn(lock, alone=False):
+        running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        time.sleep(1.0)
+        prepared = time.time()
     spans = sorted(tuple(map(float, p.communicate()[0].split())) for p in running)
+    assert prepared <= spans[0][0]
     assert spans[0][1] <= spans[1][0] + 0.01
 
 

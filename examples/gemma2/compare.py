@@ -1,11 +1,13 @@
 """Trains one model on several backends from the same start and data: `python -m examples.gemma2.compare`.
 
 Their losses cannot be equal: each backend rounds in another order, and training spreads that. So every
-backend trains twice, the second time with the rows of each batch in reverse order, which is the same
-mean summed in another order: two backends agree if they differ by no more than one does from itself.
+backend trains several times, the rows of each batch rotated by a share of the batch each time, which is
+the same mean summed in another order: two backends agree if their runs are no further apart than those
+of one of them are.
 """
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 
@@ -18,16 +20,16 @@ from .settings import Settings, add_flags, from_flags, given
 from .train import programs
 
 Curves = dict[str, np.ndarray]
-REVERSED = ", batches reversed"
+RUN = ", run "
 
 
-def curve(settings: Settings, text: data.Text, reverse: bool) -> np.ndarray:
-    """The training loss of every step."""
+def curve(settings: Settings, text: data.Text, rotated: int) -> np.ndarray:
+    """The training loss of every step, with the rows of its batch rotated by so many."""
     step, _ = programs(settings)
     state = initial(settings)
     for done in range(settings.steps):
         windows = data.batch(text.train, settings.seed, done, settings.batch, settings.length)
-        state, _ = step(state, jnp.asarray(windows[::-1] if reverse else windows))
+        state, _ = step(state, jnp.asarray(np.roll(windows, rotated, axis=0)))
     return np.asarray(state.losses)
 
 
@@ -36,39 +38,46 @@ def apart(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.sqrt(np.mean((a - b) ** 2)))
 
 
+def backend_of(name: str) -> str:
+    return name.partition(RUN)[0]
+
+
 def table(curves: Curves) -> str:
-    """Each curve's last losses, and how far it is from the first one."""
-    first = next(iter(curves.values()))
-    last = max(1, len(first) // 10)
-    lines = [f"{'':32s} last {last} steps   root mean square from the first"]
-    for name, losses in curves.items():
-        lines.append(f"{name:32s} {losses[-last:].mean():13.4f} {apart(losses, first):16.5f}")
+    """Each curve's last losses, and how far runs of a backend and of two are from each other."""
+    last = max(1, len(next(iter(curves.values()))) // 10)
+    lines = [f"{'':32s} last {last} steps"]
+    lines += [f"{name:32s} {losses[-last:].mean():13.4f}" for name, losses in curves.items()]
+    pairs: dict[str, list[float]] = {}
+    for one, other in itertools.combinations(curves, 2):
+        kind = " and ".join(dict.fromkeys((backend_of(one), backend_of(other))))
+        pairs.setdefault(kind, []).append(apart(curves[one], curves[other]))
+    lines.append(f"\n{'':32s} apart, root mean square of all steps")
+    for kind, found in pairs.items():
+        lines.append(
+            f"{kind:32s} {np.mean(found):13.4f} ({min(found):.4f} to {max(found):.4f}; pairs: {len(found)})"
+        )
     return "\n".join(lines)
 
 
 def draw(path: Path, curves: Curves, title: str) -> None:
-    """The losses over each other, and below each one less the first one's."""
+    """The losses over each other, and below each one less the mean of all."""
     from matplotlib.figure import Figure  # not pyplot, which takes a second to import
 
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    first = next(iter(curves.values()))
-    steps = np.arange(1, len(first) + 1)
-    names = list(dict.fromkeys(name.removesuffix(REVERSED) for name in curves))
+    middle = np.mean(list(curves.values()), axis=0)
+    steps = np.arange(1, len(middle) + 1)
+    names = list(dict.fromkeys(map(backend_of, curves)))
     for name, losses in curves.items():
-        style = {
-            "color": f"C{names.index(name.removesuffix(REVERSED))}",
-            "linestyle": ":" if name.endswith(REVERSED) else "-",
-            "linewidth": 1.0,
-        }
-        upper.plot(steps, losses, label=name, **style)
-        if losses is not first:
-            lower.plot(steps, losses - first, **style)
+        backend = backend_of(name)
+        style = {"color": f"C{names.index(backend)}", "linewidth": 0.8}
+        upper.plot(steps, losses, label=backend if name == backend else None, **style)
+        lower.plot(steps, losses - middle, **style)
     upper.set(ylabel="loss (nats a byte)", title=title)
     upper.set_ylim(0, None)
     upper.legend(frameon=False)
     lower.axhline(0.0, color="0.6", linewidth=0.8)
-    lower.set(xlabel="step", ylabel=f"less that of {next(iter(curves))}", xlim=(1, len(first)))
+    lower.set(xlabel="step", ylabel="less the mean of all", xlim=(1, len(steps)))
     for axes in (upper, lower):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
@@ -85,20 +94,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.gemma2.compare", description=__doc__)
     add_flags(parser)
     parser.add_argument("--backends", default="xla,pallas", metavar="NAME,NAME")
+    parser.add_argument("--runs", default=2, metavar="N", type=int, help="of each backend; 2")
     parser.add_argument("--out", default="runs/gemma2-compared", metavar="FOLDER", type=Path)
     flags = parser.parse_args(arguments)
     if flags.backend is not None:
         parser.error("--backend: name all that shall be compared in --backends")
+    if flags.runs < 1:
+        parser.error(f"--runs must be at least 1, got {flags.runs}")
     curves: Curves = {}
     try:
         text = data.load(flags.data)
         wishes = {"steps": 300, **given(flags)}
         for backend in flags.backends.split(","):
             settings = from_flags({**wishes, "backend": backend}, text)
-            for reverse in (False, True):
-                name = backend + (REVERSED if reverse else "")
+            for run in range(flags.runs):
+                name = backend + (f"{RUN}{run + 1}" if run else "")
                 print(f"training {settings.steps} steps on {name}", flush=True)
-                curves[name] = curve(settings, text, reverse)
+                curves[name] = curve(settings, text, run * settings.batch // flags.runs)
     except ValueError as error:
         parser.error(str(error))
     flags.out.mkdir(parents=True, exist_ok=True)

@@ -99,16 +99,16 @@ def run(args: argparse.Namespace) -> int:
     command = shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])
     rows: list[Row] = merged
     for case in cases:
-        for name in passes:
-            rows += measure(
-                case,
-                implementations,
-                name,
-                rounds=args.rounds,
-                burst_s=args.burst,
-                progress=progress,
-                lock=args.lock,
-            )
+        for row in measure(
+            case,
+            implementations,
+            passes,
+            rounds=args.rounds,
+            burst_s=args.burst,
+            progress=progress,
+            lock=args.lock,
+        ):
+            rows.append(row)
             if args.json is not None:  # as it goes: a run that is cut short keeps what it has
                 report.write(rows, command, args.json)
     progress("")

@@ -7,13 +7,14 @@ is not timed. The first burst after the pause of compilation, where the clock is
 (`first_ms`).
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import pathlib
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxcap.bench.cases import Case
@@ -109,58 +110,95 @@ def _torch_runner(implementation: Implementation, case: Case, with_backward: boo
 
 
 @contextlib.contextmanager
-def turn(lock: pathlib.Path | None) -> Iterator[None]:
-    """Alone on the card among the processes that use the same lock file; None: no lock."""
+def turn(lock: pathlib.Path | None, alone: bool = True) -> Iterator[None]:
+    """Alone on the card among the processes that use the same lock file, or not beside one that is.
+
+    So all of them prepare side by side, and nobody times before all have. None: no lock.
+    """
     if lock is None:
         yield
         return
     import fcntl  # not on Windows
 
     with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)  # until the file is closed
         yield
+
+
+def prepare(
+    case: Case, implementations: Sequence[Implementation], passes: str
+) -> dict[str, Callable | str]:
+    """What runs a number of calls and gives the seconds of one; or why there is none."""
+    with_backward = passes == PASSES[1]
+
+    def one(implementation: Implementation) -> Callable | str:
+        if with_backward and not implementation.backward:
+            return "has no backward"
+        make = _jax_runner if implementation.framework == "jax" else _torch_runner
+        try:
+            return make(implementation, case, with_backward)
+        except Exception as error:  # whatever a peer raises is its row's text, not our end
+            return _short(error)
+
+    _jax_inputs(case)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:  # compiling takes the time
+        own = {x.name: pool.submit(one, x) for x in implementations if x.framework == "jax"}
+        peers = {x.name: one(x) for x in implementations if x.name not in own}
+    return {
+        x.name: own[x.name].result() if x.name in own else peers[x.name] for x in implementations
+    }
 
 
 def measure(
     case: Case,
-    implementations: Iterable[Implementation],
-    passes: str,
+    implementations: Sequence[Implementation],
+    passes: Sequence[str],
     *,
     rounds: int = 5,
     burst_s: float = 0.15,
     progress: Callable[[str], None] = lambda text: None,
     lock: pathlib.Path | None = None,
 ) -> Iterator[Row]:
-    """A row for each implementation of one case and pass; what cannot run says why."""
-    with_backward = passes == PASSES[1]
-    runners: dict[str, Callable] = {}
-    failed: dict[str, str] = {}
-    for implementation in implementations:
-        progress(f"{case.name} {passes}: preparing {implementation.name}")
-        if with_backward and not implementation.backward:
-            failed[implementation.name] = "has no backward"
-            continue
-        make = _jax_runner if implementation.framework == "jax" else _torch_runner
-        try:
-            runners[implementation.name] = make(implementation, case, with_backward)
-        except Exception as error:  # whatever a peer raises is its row's text, not our end
-            failed[implementation.name] = _short(error)
+    """A row for each pass and implementation of one case; what cannot run says why."""
+    prepared: dict[str, dict[str, Callable | str]] = {}
+    with turn(lock, alone=False):
+        for name in passes:
+            progress(f"{case.name} {name}: preparing {len(implementations)} implementations")
+            prepared[name] = prepare(case, implementations, name)
+    for name, found in prepared.items():
+        runners = {who: run for who, run in found.items() if not isinstance(run, str)}
+
+        def say(text: str, where: str = f"{case.name} {name}") -> None:
+            progress(f"{where}: {text}")
+
+        with turn(lock):
+            times = by_turns(runners, rounds, burst_s, say)
+        for who, taken in times.items():
+            seconds = statistics.median(taken)
+            tflops = case.flops(name == PASSES[1]) / seconds / 1e12
+            yield Row(case.name, who, name, seconds * 1e3, taken[0] * 1e3, tflops)
+        for who, why in found.items():
+            if isinstance(why, str):
+                yield Row(case.name, who, name, None, None, None, why)
+
+
+def by_turns(
+    runners: dict[str, Callable],
+    rounds: int,
+    burst_s: float,
+    progress: Callable[[str], None] = lambda text: None,
+) -> dict[str, list[float]]:
+    """Seconds of a call, a burst a round. `runners` run a number of calls."""
     times: dict[str, list[float]] = {name: [] for name in runners}
     generator = random.Random(0)
-    with turn(lock):
-        counts = {name: max(3, min(200, int(burst_s / run(1)))) for name, run in runners.items()}
-        for number in range(rounds):
-            for name in generator.sample(list(runners), len(runners)):
-                progress(f"{case.name} {passes}: round {number + 1} of {rounds}, {name}")
-                if number:
-                    runners[name](max(1, counts[name] // 2))
-                times[name].append(runners[name](counts[name]))
-    for name, taken in times.items():
-        seconds = statistics.median(taken)
-        tflops = case.flops(with_backward) / seconds / 1e12
-        yield Row(case.name, name, passes, seconds * 1e3, taken[0] * 1e3, tflops)
-    for name, why in failed.items():
-        yield Row(case.name, name, passes, None, None, None, why)
+    counts = {name: max(3, min(200, int(burst_s / run(1)))) for name, run in runners.items()}
+    for number in range(rounds):
+        for name in generator.sample(list(runners), len(runners)):
+            progress(f"round {number + 1} of {rounds}, {name}")
+            if number:
+                runners[name](max(1, counts[name] // 2))
+            times[name].append(runners[name](counts[name]))
+    return times
 
 
 def _short(error: Any) -> str:

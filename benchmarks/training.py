@@ -1,0 +1,113 @@
+"""A training step of the example's model with the cap on two backends, and without one: what a cap costs.
+
+    python -m benchmarks.training
+
+The `small` model of examples/gemma2 in bfloat16, at the batches that `make demo` trains it on and at longer
+windows. All in one process by turns, so that the products around attention are the same programs;
+forward, backward and AdamW count. cuDNN cannot cap, so it is measured without. The median round is
+printed, with its spread.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+
+# Beside other processes that measure by turns.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import jax.numpy as jnp
+
+from examples.gemma2 import data
+from examples.gemma2.checkpoint import initial
+from examples.gemma2.settings import Settings, from_flags
+from examples.gemma2.train import programs
+from jaxcap.bench import report
+from jaxcap.bench.measure import by_turns, turn
+
+#: Backend and whether with the model's cap of 50.
+VARIANTS = (("pallas", True), ("xla", True), ("pallas", False), ("cudnn", False))
+
+
+def settings(text: data.Text, backend: str, capped: bool, batch: int, length: int, **sizes):
+    """Of the preset `small`, or what `sizes` change in it."""
+    flags = {"preset": "small", "steps": 100_000, "batch": batch, "length": length}
+    found = from_flags({**flags, "backend": backend, **sizes}, text)
+    cap = found.config.attention_softcap if capped else 0.0
+    return dataclasses.replace(found, config=found.config.replace(attention_softcap=cap))
+
+
+def runner(chosen: Settings, text: data.Text) -> Callable[[int], float]:
+    """Runs a number of steps on one batch and gives the seconds of one."""
+    step, _ = programs(chosen)
+    state = initial(chosen)
+    windows = jnp.asarray(data.batch(text.train, 0, 0, chosen.batch, chosen.length))
+    state, loss = step(state, windows)
+    jax.block_until_ready(state)
+
+    def run(count: int) -> float:
+        nonlocal state, loss
+        begin = time.perf_counter()
+        for _ in range(count):
+            state, loss = step(state, windows)
+        jax.block_until_ready(loss)
+        return (time.perf_counter() - begin) / count
+
+    return run
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
+    add = parser.add_argument
+    add("--batches", default="32x512,4x4096", metavar="BxT,BxT")
+    add("--variants", metavar="NAME+cap,NAME", help="of backends; all four")
+    add("--layers", type=int, metavar="N", help="of another model")
+    add("--data", metavar="FILE", help="any text (default: Python's documentation topics)")
+    add("--rounds", type=int, default=5)
+    add("--burst", type=float, default=0.4, metavar="S", help="seconds of one burst; 0.4")
+    add("--lock", type=pathlib.Path, metavar="FILE", help="by turns with processes that name it")
+    add("--json", type=pathlib.Path, metavar="FILE", help="write rows there")
+    flags = parser.parse_args(arguments)
+    variants = VARIANTS
+    if flags.variants is not None:
+        variants = tuple(
+            (x.removesuffix("+cap"), x.endswith("+cap")) for x in flags.variants.split(",")
+        )
+    sizes = {} if flags.layers is None else {"layers": flags.layers}
+    text = data.load(flags.data)
+    prepared: dict[tuple[int, int], dict[str, Callable]] = {}
+    with turn(flags.lock, alone=False):
+        for shape in flags.batches.split(","):
+            batch, length = map(int, shape.split("x"))
+            prepared[batch, length] = {
+                f"{backend}, {'capped' if capped else 'without a cap'}": runner(
+                    settings(text, backend, capped, batch, length, **sizes), text
+                )
+                for backend, capped in variants
+            }
+    rows = []
+    for (batch, length), runners in prepared.items():
+        with turn(flags.lock):
+            times = by_turns(runners, flags.rounds, flags.burst)
+        print(f"{batch} x {length} bytes a step:")
+        for name, seconds in times.items():
+            ms = [1e3 * x for x in sorted(seconds)]
+            middle = statistics.median(ms)
+            rate = f"{1e3 * batch * length / middle:,.0f} tokens/s"
+            print(
+                f"  {name:24s} {middle:8.2f} ms ({ms[0]:.2f} to {ms[-1]:.2f})  {rate}", flush=True
+            )
+            rows.append({"batch": batch, "length": length, "attention": name, "ms": ms})
+    if flags.json is not None:
+        flags.json.write_text(
+            json.dumps({"versions": report.versions(), "rows": rows}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
