@@ -95,7 +95,8 @@ def main() -> None:
         torch_bridge.register_with_transformers()
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, transformers"
-        f" {transformers.__version__}: {options.layers} layers, {options.batch} x {options.length} tokens"
+        f" {transformers.__version__}: {options.layers} layers, head size {options.head_dim},"
+        f" {options.batch} x {options.length} tokens"
     )
     trained: dict[str, Any] = {}
     for name in options.only:

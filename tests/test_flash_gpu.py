@@ -167,6 +167,7 @@ def test_arrays_and_tensors_on_the_second_gpu(backend):
 
     from jaxcap import torch_bridge
 
+    torch.cuda.set_device(0)
     arrays = qkv()
     wanted = attend(backend, *arrays)
     there = [jax.device_put(x, jax.devices()[1]) for x in arrays]

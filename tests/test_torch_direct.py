@@ -3,6 +3,7 @@
 The attention kernels are lowered as on a GPU; whether they are right is tests/test_torch_gpu.py's.
 """
 
+import contextlib
 import ctypes
 import functools
 
@@ -14,7 +15,7 @@ import torch
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxcap.torch_bridge import executable, launcher, plans, program
+from jaxcap.torch_bridge import context, executable, launcher, plans, program
 from jaxcap.torch_bridge.call import Settings, Tensors, spec_of
 from tests import oracle
 
@@ -247,3 +248,75 @@ def test_why_there_is_no_direct_path_here():
     assert launcher.missing() == "PyTorch sees no CUDA device"
     if torch.cuda.is_available():
         pytest.skip("there is one")
+
+
+# ---- the thread's context -----------------------------------------------------------------------
+class Driver:
+    """CUDA's driver of a machine with two GPUs, for one thread; contexts are 100 and 101."""
+
+    def __init__(self, now=None):
+        self.now, self.code = now, 0
+
+    def cuCtxGetCurrent(self, found):
+        found._obj.value = self.now
+        return self.code
+
+    def cuCtxSetCurrent(self, given):
+        self.now = given.value
+        return self.code
+
+    def cuDeviceGet(self, device, index):
+        device._obj.value = index
+        return self.code
+
+    def cuDevicePrimaryCtxRetain(self, found, device):
+        found._obj.value = 100 + device.value
+        return self.code
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    made = Driver()
+    context._of_device.cache_clear()
+    monkeypatch.setattr(context, "_driver", lambda: made)
+    device = lambda: 0 if made.now is None else made.now - 100  # as CUDA's runtime sees it  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", device, raising=False)
+
+    @contextlib.contextmanager
+    def on(index):
+        before = device()
+        if before != index:
+            made.now = 100 + index
+        yield
+        if device() != before:
+            made.now = 100 + before
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    yield made
+    context._of_device.cache_clear()
+
+
+def test_a_thread_without_a_context_gets_that_of_the_device(driver):
+    """PyTorch calls device 0 current there and sets nothing; a launch would end the process."""
+    run = executable.Executable(program.Program(1, 1, (), (0,)), CPU)
+    run.cuda = True
+    seen = []
+    run.run = lambda tensors: seen.append(driver.now) or [*tensors]
+    for run.index in (0, 1, 0):
+        run(torch.zeros(1))
+    assert seen == [100, 101, 100] and driver.now == 100
+
+
+def test_jax_leaves_the_context_as_it_was(driver):
+    for before in (None, 100):
+        driver.now = before
+        with contextlib.suppress(KeyError), context.kept():
+            driver.now = 101  # as XLA leaves the GPU that it used last
+            raise KeyError
+        assert driver.now == before
+
+
+def test_a_fork_of_a_process_that_uses_cuda_is_an_error(driver):
+    driver.code = 3
+    with pytest.raises(RuntimeError, match="error 3, as after a fork"):
+        context.is_current(0)

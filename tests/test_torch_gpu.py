@@ -266,12 +266,26 @@ def test_other_memory_than_the_kernels_want():
     assert torch.equal(out.transpose(1, 2), wanted)
 
 
+@needs_hopper
+def test_a_thread_whose_first_call_of_cuda_this_is():
+    given = [x.detach() for x in small().values()]
+    wanted = torch_bridge.attention(*given, **CALL)
+    found = []
+    thread = threading.Thread(
+        target=lambda: found.append(torch_bridge.attention(*given, **CALL)), daemon=True
+    )
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], wanted)
+
+
 @pytest.mark.multigpu
 @needs_hopper
 @pytest.mark.parametrize("backend", [None, "blockwise"])
 def test_a_device_that_is_not_the_current_one(backend):
-    """Launched directly and through JAX."""
-    q, k, v = small().values()
+    """Launched directly and through JAX, which leaves the GPU behind that it used last."""
+    torch.cuda.set_device(0)
+    q, k, v = small(device="cuda:0").values()
     wanted = torch.autograd.grad(loss(q, k, v, backend=backend), v)[0]
     other = [x.detach().to("cuda:1").requires_grad_() for x in (q, k, v)]
     (found,) = torch.autograd.grad(loss(*other, backend=backend), other[2])
@@ -285,6 +299,7 @@ def test_a_device_that_is_not_the_current_one(backend):
 @needs_hopper
 def test_both_gpus_at_once():
     """A thread a device, both between calls of the main one, through the direct path and JAX by turns."""
+    torch.cuda.set_device(0)
     sets = {i: [x.detach().to(f"cuda:{i}") for x in small().values()] for i in (0, 1)}
     wanted = numpy(torch_bridge.attention(*sets[0], **CALL))
     wrong = []

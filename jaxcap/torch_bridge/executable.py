@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from jaxcap.torch_bridge import launcher
+from jaxcap.torch_bridge import context, launcher
 from jaxcap.torch_bridge.program import Program, Result, Step
 from jaxcap.torch_bridge.stablehlo import scalar
 
@@ -116,8 +116,8 @@ class Executable:
         return straight if plain else run
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        if self.cuda and launcher.current_device() != self.index:
-            with torch.cuda.device(self.index):
+        if self.cuda and not context.is_current(self.index):
+            with context.on_device(self.index):
                 return self.run(tensors)
         return self.run(tensors)
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import torch
 
+from jaxcap.torch_bridge import context
+
 #: What TMA and vector loads need of every buffer, in bytes.
 ALIGNMENT = 16
 
@@ -52,7 +54,7 @@ def load(module: bytes, device: int) -> Callable[[int, ctypes.Array], None]:
     library = _plugin()
     if library is None:
         raise RuntimeError(str(missing()))
-    with _lock, torch.cuda.device(device):
+    with _lock, context.on_device(device):
         compiled = library.MosaicGpuCompile(module, len(module))
     if not compiled:
         raise RuntimeError("Mosaic GPU could not compile a kernel; its log is on stderr")
@@ -63,7 +65,3 @@ def load(module: bytes, device: int) -> Callable[[int, ctypes.Array], None]:
 def current_stream(device: int) -> int:
     """The address of PyTorch's current stream on a device."""
     return torch._C._cuda_getCurrentRawStream(device)
-
-
-def current_device() -> int:
-    return torch._C._cuda_getDevice()

@@ -12,7 +12,7 @@ import torch
 from jaxcap import selection
 from jaxcap.environment import logger
 from jaxcap.spec import AttentionSpec, Dropout, Gradients, Operands
-from jaxcap.torch_bridge import call, launcher
+from jaxcap.torch_bridge import call, context, launcher
 from jaxcap.torch_bridge.call import Settings, Tensor, Tensors, spec_of
 from jaxcap.torch_bridge.executable import Executable
 from jaxcap.torch_bridge.program import Unsupported, build
@@ -92,7 +92,7 @@ _parts: dict[Part, tuple[Any, str]] = {}
 def part_of(part: Part, tensors: Sequence[Tensor]) -> tuple[Any, str]:
     found = _parts.get(part)
     if found is None:
-        with _lock:
+        with _lock, context.kept():
             found = _parts.get(part) or part.make(tensors)
             _parts[part] = found
     return found
@@ -140,7 +140,7 @@ def plan_of(settings: Settings, tensors: Tensors, gradients: tuple[str, ...]) ->
     plan = _plans.get(key)
     if plan is None:
         spec = spec_of(settings, tensors, gradients)
-        with _lock:
+        with _lock, context.kept():
             plan = _plans.get(key) or Plan(spec, tensors, requested)
             _plans[key] = plan
     return plan

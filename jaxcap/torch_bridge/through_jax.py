@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import torch
 
+from jaxcap.torch_bridge import context
+
 #: Results whose last reader may still run: (event behind it, the JAX array).
 _leaving: collections.deque[tuple[torch.cuda.Event, jax.Array]] = collections.deque()
 
@@ -25,8 +27,9 @@ def _leave(array: jax.Array, device: torch.device) -> None:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
         _leaving.append((event, array))
-    while _leaving and _leaving[0][0].query():
-        _leaving.popleft()
+    with context.kept():
+        while _leaving and _leaving[0][0].query():
+            _leaving.popleft()
 
 
 def to_torch(array: jax.Array) -> torch.Tensor:
@@ -66,9 +69,13 @@ class ThroughJax:
         if cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a call that runs through JAX cannot be captured in a CUDA graph")
         guard = torch.cuda.device(self.device) if cuda else contextlib.nullcontext()
-        with guard, jax.enable_x64(self.x64):
-            arrays = [jax.dlpack.from_dlpack(x.detach()) for x in tensors]
-            results = self.function(*arrays)
-            if not cuda:
-                jax.block_until_ready(results)
-            return [to_torch(x) for x in results]
+        with guard, context.kept(), jax.enable_x64(self.x64):
+            return self._run(*tensors)
+
+    def _run(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """What it makes of JAX's is gone when it returns."""
+        arrays = [jax.dlpack.from_dlpack(x.detach()) for x in tensors]
+        results = self.function(*arrays)
+        if self.device.type != "cuda":
+            jax.block_until_ready(results)
+        return [to_torch(x) for x in results]
