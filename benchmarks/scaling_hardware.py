@@ -25,6 +25,7 @@ class Kernel:
     row: float  # of [rows, N, D]: prologue, output; in the backward delta and the float32 dQ
     diagonal: float  # of those rows along a causal diagonal: tiles that are half masked
     key: float  # of [keys, K, D]
+    open: float = 0.0  # of the operations of calls without a mask: what they take longer, each
 
     def seconds(self, work: np.ndarray) -> np.ndarray:
         """Of `features`."""
@@ -47,24 +48,27 @@ class Hardware:
     backward: Kernel
     hop_forward: Kernel  # of a ring: not persistent, results in float32
     hop_backward: Kernel
-    permute: Link = Link(288e9)  # measured at 256 MB on two H200s
-    gather: Link = Link(217e9)  # measured at 256 MB on two H200s
-    # Measured 513e9 of the array, half of which stays where it is on two devices.
-    exchange: Link = Link(256.5e9)
+    permute: Link = Link(277e9)  # measured at 256 MB on two H200s
+    gather: Link = Link(230e9)  # likewise, and its reverse
+    # Measured 526e9 of the array, half of which stays where it is on two devices.
+    exchange: Link = Link(263e9)
     network: Link = Link(50e9, 10e-6)  # assumed: an adapter of 400 Gbit/s a GPU
     domain: int = 8  # GPUs that NVLink joins
     memory_rate: float = 4.3e12  # measured: bytes a second, read and written
     stolen: float = 0.1  # assumed: share of the multiprocessors that a transfer occupies
     hop: float = 30e-6  # assumed: what a hop costs beyond kernels: choosing a branch, launches
+    # Whether the last hop of a ring's forward, beside which nothing travels, has the kernel of a call.
+    last_alone: bool = True
 
 
 def features(
     name: str, *, pairs: Any, calls: Any, rows: Any, keys: Any, diagonal: Any, sizes: Any
 ) -> np.ndarray:
-    """[..., 5], by which the fields of `Kernel` are multiplied; `sizes` are (N, K, D)."""
+    """[..., 6], by which the fields of `Kernel` are multiplied; `sizes` are (N, K, D)."""
     n, k, d = sizes
     flops = 2.0 * PRODUCTS[name] * n * d * np.asarray(pairs, np.float64)
     columns = (calls, flops, n * d * rows, n * d * diagonal, k * d * keys)
+    columns = (*columns, np.where(np.asarray(diagonal) > 0, 0.0, flops))
     return np.stack(np.broadcast_arrays(*(np.asarray(c, np.float64) for c in columns)), -1)
 
 
@@ -109,13 +113,12 @@ def fit(rows: Iterable[Mapping[str, Any]], name: str) -> Kernel:
 def h200(domain: int = 8) -> Hardware:
     """An H200, its kernels fitted to benchmarks/results/hops_h200.json."""
     rows = [row for row in json.loads(HOPS.read_text())["rows"] if row["ms"] > LAUNCH_MS]
-    calls, hops = ([row for row in rows if row.get("hop", False) == hop] for hop in (False, True))
-    parts = hops or calls
+    calls, hops = ([row for row in rows if row["hop"] == hop] for hop in (False, True))
     return Hardware(
         fit(calls, "forward"),
         fit(calls, "backward"),
-        fit(parts, "forward"),
-        fit(parts, "backward"),
+        fit(hops, "forward"),
+        fit(hops, "backward"),
         domain=domain,
     )
 

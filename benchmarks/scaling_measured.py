@@ -18,6 +18,7 @@ COLUMNS = (
     ("ring", "contiguous"),
     ("all_gather", "contiguous"),
 )
+MOST_SPREAD = 0.1
 Row = Mapping[str, Any]
 
 
@@ -31,8 +32,26 @@ def cell_of(row: Row) -> Cell:
 
 
 def predicted(row: Row) -> Prediction:
-    """By the model as it is now, not as it was when the row was measured."""
-    return predict(cell_of(row).case, row["passes"], h200())
+    """By the model as it is now, not as it was when the row was measured; of the rings of that time."""
+    return predict(cell_of(row).case, row["passes"], dataclasses.replace(h200(), last_alone=False))
+
+
+def doubtful(row: Row) -> bool:
+    """Whether its bursts differ by more than 10%, or it was alone for none of them."""
+    return (row["spread"] or 0.0) > MOST_SPREAD or row.get("shared", False)
+
+
+def milliseconds(row: Row | None) -> str:
+    if row is None:
+        return "–"
+    return f"{'~' if doubtful(row) else ''}{row['ms']:.1f}"
+
+
+def ratio(one: Row | None, row: Row | None) -> float | None:
+    """How many times as fast, of two that are not doubtful."""
+    if one is None or row is None or doubtful(one) or doubtful(row):
+        return None
+    return one["ms"] / row["ms"]
 
 
 def groups(found: Found) -> Iterator[tuple[Cell, Row | None]]:
@@ -70,12 +89,11 @@ def speed() -> tuple[Sequence[str], list[list[str]]]:
     found, rows = Found(results()), []
     for cell, one in groups(found):
         cells = [cell.mask, cell.passes, length(cell.tokens), str(cell.devices)]
-        cells.append(f"{one['ms']:.1f}" if one else "–")
+        cells.append(milliseconds(one))
         for kind, layout in COLUMNS:
             row = each(found, cell, kind, layout)
-            speedup = found.speedup(row) if row else None
-            ratio = "" if speedup is None else f" ({speedup:.2f})"
-            cells.append(f"{row['ms']:.1f}{ratio}" if row else "–")
+            speedup = ratio(one, row)
+            cells.append(milliseconds(row) + ("" if speedup is None else f" ({speedup:.2f})"))
         rows.append(cells)
     return ["mask", "passes", "tokens", "GPUs", "1 GPU", *names()], rows
 
@@ -92,11 +110,10 @@ def weak() -> tuple[Sequence[str], list[list[str]]]:
             kv_heads=max(1, cell.kv_heads // cell.devices),
         )
         cells = [cell.mask, cell.passes, length(cell.tokens), str(cell.devices)]
-        cells.append(f"{share['ms']:.1f}" if share else "–")
+        cells.append(milliseconds(share))
         for kind, layout in COLUMNS[:4]:
-            row = each(found, cell, kind, layout)
-            ratio = found.weak(row) if row else None
-            cells.append("–" if ratio is None else f"{ratio:.0%}")
+            weak = ratio(share, each(found, cell, kind, layout))
+            cells.append("–" if weak is None else f"{weak:.0%}")
         rows.append(cells)
     return ["mask", "passes", "tokens", "GPUs", "same work on 1", *names()[:4]], rows
 
@@ -111,7 +128,8 @@ def model() -> tuple[Sequence[str], list[list[str]]]:
                 cells.append("–")
                 continue
             ms = predicted(row).seconds * 1e3
-            cells.append(f"{ms:.1f} ({ms / row['ms'] - 1:+.0%})")
+            mark = "~" if doubtful(row) else ""
+            cells.append(f"{ms:.1f} ({mark}{ms / row['ms'] - 1:+.0%})")
         rows.append(cells)
     return ["mask", "passes", "tokens", "GPUs", "1 GPU", *names()], rows
 

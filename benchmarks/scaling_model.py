@@ -17,8 +17,8 @@ from benchmarks.scaling_work import Work, gathered, work
 KINDS = ("ring", "all_gather", "all_to_all", "hybrid")
 PASSES = ("forward", "forward+backward")
 NARROW, WIDE = 2, 4  # bytes of arrays; of sums and gradients under way
-#: Bytes read and written an element: a part joins the sums of the forward; those of a gradient.
-MERGE, ADD_GRADIENT = 14, 20
+#: Bytes read and written an element, out of profiles: a part joins the sums of the forward; a gradient's.
+MERGE, ADD_GRADIENT = 12, 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,18 +107,19 @@ def exchange_size(case: Case, hardware: Hardware) -> int:
 
 def _compute(hardware: Hardware, name: str, jobs: Work, sizes: Sizes, parts: bool) -> np.ndarray:
     """Seconds [devices, hops] of kernels and, where there are `parts`, of joining results."""
-    kernel = getattr(hardware, f"hop_{name}" if jobs.hops > 1 else name)
-    seconds = kernel.seconds(
-        features(
-            name,
-            pairs=jobs.pairs,
-            calls=jobs.calls,
-            rows=jobs.rows,
-            keys=jobs.keys,
-            diagonal=jobs.diagonal,
-            sizes=(sizes.heads, sizes.kv_heads, sizes.head_size),
-        )
+    counts = features(
+        name,
+        pairs=jobs.pairs,
+        calls=jobs.calls,
+        rows=jobs.rows,
+        keys=jobs.keys,
+        diagonal=jobs.diagonal,
+        sizes=(sizes.heads, sizes.kv_heads, sizes.head_size),
     )
+    call = getattr(hardware, name)
+    seconds = (call if jobs.hops == 1 else getattr(hardware, f"hop_{name}")).seconds(counts)
+    if name == "forward" and hardware.last_alone:
+        seconds[:, -1] = call.seconds(counts[:, -1])
     if not parts:
         return seconds
     if name == "forward":
@@ -128,15 +129,9 @@ def _compute(hardware: Hardware, name: str, jobs: Work, sizes: Sizes, parts: boo
     return seconds + moved / hardware.memory_rate + hardware.hop
 
 
-def _hops(hardware: Hardware, compute: np.ndarray, travel: np.ndarray, waits: bool) -> float:
-    """Seconds of the slowest device: each hop takes the larger of computing and what travels [hops].
-
-    With `waits` the kernel of hop 0 is persistent: its blocks need the multiprocessors that the
-    transfer holds, so that the two follow each other.
-    """
+def _hops(hardware: Hardware, compute: np.ndarray, travel: np.ndarray) -> float:
+    """Seconds of the slowest device: each hop takes the larger of computing and what travels [hops]."""
     busy = compute + hardware.stolen * travel
-    if waits:
-        busy[:, 0] = compute[:, 0] + travel[0]
     return float(np.maximum(busy, travel).sum(1).max())
 
 
@@ -144,16 +139,16 @@ def _ring(case: Case, hardware: Hardware, sizes: Sizes, ring: int, name: str) ->
     """(seconds, seconds without communication, communication) of a pass."""
     jobs = work(case.load_balance, case.tokens, ring, causal=case.causal, window=case.window)
     compute = _compute(hardware, name, jobs, sizes, parts=ring > 1)
-    hops, none = jobs.hops, np.zeros(jobs.hops)
-    keys = permute(hardware, NARROW * sizes.key, case.devices) if hops > 1 else 0.0
-    travel = np.array([keys] * (hops - 1) + [0.0])
-    home = 0.0
+    hops = jobs.hops
+    # What travels in a hop travels as one: the keys of the next, and the gradients of the one before.
+    sent, home = np.zeros(hops), 0.0
+    sent[:-1] = NARROW * sizes.key
     if name == "backward" and hops > 1:
+        sent[1:] += WIDE * sizes.key
         home = permute(hardware, WIDE * sizes.key, case.devices)
-        travel += np.array([0.0] + [home] * (hops - 1))
-    waits = case.causal and name == "forward"
-    seconds = _hops(hardware, compute, travel, waits) + home
-    return seconds, _hops(hardware, compute, none, False), travel.sum() + home
+    travel = np.array([permute(hardware, size, case.devices) for size in sent])
+    seconds = _hops(hardware, compute, travel) + home
+    return seconds, _hops(hardware, compute, np.zeros(hops)), travel.sum() + home
 
 
 def _gather(case: Case, hardware: Hardware, sizes: Sizes, name: str) -> tuple:
@@ -212,16 +207,17 @@ def memory(case: Case, passes: str, sizes: Sizes, ring: int) -> int:
     backward = passes == PASSES[1]
     # q, k, v and out; in training d_out, dq, dk and dv too.
     held = NARROW * (2 * query + key) * (2 if backward else 1)
-    copies = sizes.query != query  # of the all-to-all: other arrays than the caller's
-    if copies:
-        held += NARROW * (2 * sizes.query + sizes.key) * (2 if backward else 1)
     if case.devices == 1:
         return held + (WIDE * sizes.query if backward else 0)
+    if (
+        ring < case.devices and case.kind != "all_gather"
+    ):  # the all-to-all's: other arrays than those
+        held += NARROW * (2 * sizes.query + sizes.key if backward else sizes.query + sizes.key)
     if case.kind == "all_gather":
         whole = sizes.key * case.devices
-        under_way = 2 * NARROW * whole + WIDE * sizes.query
+        under_way = NARROW * whole + WIDE * sizes.query
         if backward:
-            under_way += 2 * WIDE * whole + WIDE * sizes.query
+            under_way += (NARROW + 2 * WIDE) * whole + WIDE * sizes.query
     elif ring == 1:
         under_way = WIDE * sizes.query if backward else 0
     else:

@@ -144,6 +144,8 @@ def attempt(function: Callable[[], Any]) -> Any:
 
 def measure(cell: Cell, compiled: Program, seconds: float) -> dict[str, Any]:
     """Of one cell: milliseconds, and bytes a device."""
+    if compiled.mesh.size > 1:  # not before: its transfers wait on devices that others are timed on
+        introduce(compiled.mesh)
     arguments = compiled.draw()
     found = timed(functools.partial(compiled.call, *arguments), seconds)
     if not bool(compiled.finite(found.results)):
@@ -168,9 +170,6 @@ def run(cells: list[Cell], lock: str, seconds: float, first: int) -> None:
     # Compiling must not slow what another worker measures.
     with concurrent.futures.ThreadPoolExecutor(COMPILERS, initializer=lambda: os.nice(10)) as pool:
         programs = list(pool.map(compiled, cells))
-    for made in programs:
-        if isinstance(made, Program) and made.mesh.size > 1:
-            introduce(made.mesh)
     say(state="waiting", key=cells[0].key)
     most = max(cell.devices for cell in cells)
     with alone(lock, range(first, first + most)):

@@ -234,8 +234,8 @@ def kernels(function):
 @pytest.mark.parametrize(
     ("setting", "options", "count"),
     [
-        (("ring", "zigzag", (4,)), {"is_causal": True}, 6),
-        (("ring", "striped", (4,)), {"is_causal": True}, 4),
+        (("ring", "zigzag", (4,)), {"is_causal": True}, 8),
+        (("ring", "striped", (4,)), {"is_causal": True}, 6),
         (("ring", "contiguous", (4,)), {"is_causal": True, "local_window_size": (255, 0)}, 4),
         (("all_gather", "contiguous", (8,)), {"is_causal": True}, 2),
         (("all_to_all", "contiguous", (2,)), {"is_causal": True}, 2),
@@ -243,7 +243,8 @@ def kernels(function):
     ],
 )
 def test_pallas_inside(hopper, setting, options, count):
-    """Each piece's kernel is lowered once, however many hops it serves."""
+    """Each piece's kernel is lowered once, however many hops it serves; the last hop of the forward, beside
+    which nothing is on its way, has its own."""
     cp = sharded.Setting(*setting).context_parallel()
     assert kernels(functools.partial(loss, context_parallel=cp, **options)) == count
 
@@ -265,7 +266,7 @@ def test_pallas_inside_a_users_shard_map(hopper, check_vma):
     mapped = jax.shard_map(
         run, mesh=setting.mesh, in_specs=token, out_specs=token, check_vma=check_vma
     )
-    assert kernels(lambda q, k, v: jnp.sum(mapped(q, k, v).astype(jnp.float32))) == 4
+    assert kernels(lambda q, k, v: jnp.sum(mapped(q, k, v).astype(jnp.float32))) == 5
 
 
 # ---- Several hosts ----

@@ -72,8 +72,9 @@ class Local:
         run: Callable,
     ) -> Gradients:
         """In the dtypes of the operands, summed over the axes that an operand does not vary over."""
-        # Or else the compiler would keep what arrived in the forward, instead of having it sent again.
-        held, d_out = jax.lax.optimization_barrier((operands, d_out))
+        # Or else the compiler would keep what arrived in the forward, instead of having it sent again; or
+        # send it while the forward's last hop computes, which expects no transfer beside it.
+        held, d_out, lse = jax.lax.optimization_barrier((operands, d_out, lse))
         shard = self._shard(decision, held, run)
         last = None if d_lse is None else shard.mark(d_lse)
         results = Results(shard.mark(out), shard.mark(lse), shard.mark(d_out), last)

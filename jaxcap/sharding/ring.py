@@ -142,10 +142,10 @@ class Ring(Local):
         return (sent.get(by), ids), unpack, riding
 
     def _hops(self, shard: Shard, step: Callable, carry: Any) -> tuple[Any, Any]:
-        """`riding, carry, done = step(hops, source, keys, riding, carry)` for each hop.
+        """`riding, carry, done = step(hops, source, keys, riding, carry, more)` for each hop.
 
         `riding` travels with the keys, one hop later, and comes home in the end. The keys for the next
-        hop are on their way during a step; those after them wait for what is `done`.
+        hop, if there are `more`, are on their way during a step; those after them wait for what is `done`.
         """
         hops = shard.plan.active_hops
         keys, rank = pieces.keys_of(shard.operands), shard.rank
@@ -155,7 +155,7 @@ class Ring(Local):
             by = after[0] - hop if after else 0
             coming, unpack, riding = self._travel(keys, by, riding, behind)
             source = rank if hop == 0 else (rank - hop) % self.size
-            riding, now, done = step(members, source, keys, riding, carry)
+            riding, now, done = step(members, source, keys, riding, carry, bool(after))
             # Every other time, so that two parts are added to the sums at once.
             if after:
                 keys = unpack(_after(coming, done, carry if hop % 2 else None))
@@ -169,7 +169,8 @@ class Ring(Local):
             def body(i, state, members=members):
                 keys, riding, carry = state
                 coming, unpack, riding = self._travel(keys, 1, riding, 1)
-                riding, carry, _ = step(members, (rank - i) % self.size, keys, riding, carry)
+                source = (rank - i) % self.size
+                riding, carry, _ = step(members, source, keys, riding, carry, True)
                 return unpack(coming), riding, carry
 
             if count > 1:
@@ -182,8 +183,8 @@ class Ring(Local):
     def _forward(self, shard: Shard) -> tuple[Array, Array]:
         total = Accumulator(shard, self.size)
 
-        def step(hops, source, keys, riding, sums):
-            found = [shard.forward(s, keys, source) for s in shard.plan.steps(hops)]
+        def step(hops, source, keys, riding, sums, more):
+            found = [shard.forward(s, keys, source, more) for s in shard.plan.steps(hops)]
             now = sums
             for group, part in found:
                 now = total.add(now, group, part)
@@ -196,7 +197,8 @@ class Ring(Local):
         spec, operands = shard.plan.spec, shard.operands
         columns, wide = spec.key_length, spec.accumulator
 
-        def step(hops, source, keys, riding, carry):
+        def step(hops, source, keys, riding, carry, more):
+            del more  # gradients are on their way beside the last hop, too
             found = [shard.backward(s, keys, source, results) for s in shard.plan.steps(hops)]
             if not found:
                 found = [shard.no_gradients(keys)]

@@ -45,9 +45,9 @@ class Shard:
     def _operands(self, piece: Piece, keys: Keys, source: Any) -> Operands:
         return pieces.operands_of(self.plan, piece, self.operands, self.rank, keys, source)
 
-    def asked(self, piece: Piece) -> AttentionSpec:
+    def asked(self, piece: Piece, beside_transfers: bool) -> AttentionSpec:
         return spec_of(self.plan, piece).replace(
-            partial=self.wide, beside_transfers=len(self.plan.active_hops) > 1
+            partial=self.wide, beside_transfers=beside_transfers
         )
 
     def _run(self, spec: AttentionSpec, part: str) -> Callable:
@@ -73,7 +73,9 @@ class Shard:
         """The places of the queries of some runs."""
         return span(self.queries[slice(*group)])
 
-    def forward(self, step: Step, keys: Keys, source: Any) -> tuple[int, Part]:
+    def forward(
+        self, step: Step, keys: Keys, source: Any, beside_transfers: bool = False
+    ) -> tuple[int, Part]:
         """Which of the plan's groups of queries; output and log-sum-exp over the keys of the step."""
         spec, operands = self.plan.spec, self.operands
         batch, _, heads, _ = operands.query.shape
@@ -86,7 +88,7 @@ class Shard:
         nothing = Part(self.mark(out), self.mark(lse))
 
         def compute(piece):
-            asked = self.asked(piece).replace(sinks=False)
+            asked = self.asked(piece, beside_transfers).replace(sinks=False)
             given = self._operands(piece, keys, source)._replace(sinks=None)
             out, lse = self._run(asked, "forward")(given)
             start = self.rows_of(piece.queries).start - rows.start
@@ -120,7 +122,8 @@ class Shard:
                 results.d_out[:, place],
                 None if results.d_lse is None else results.d_lse[:, :, place],
             )
-            found = self.gradients(self.asked(piece), given, saved)
+            asked = self.asked(piece, len(self.plan.active_hops) > 1)
+            found = self.gradients(asked, given, saved)
             k_runs = self.plan.key_runs(source)[slice(*piece.keys)]
             starts = {"query": place.start, "key": k_runs[0].offset, "value": k_runs[0].offset}
 
