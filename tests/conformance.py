@@ -113,6 +113,14 @@ def allowed(wanted: Expected, tanh_error: float, sum_error: float = 0.0) -> Expe
     return wanted._replace(tolerances=wider)
 
 
+def allowed_of(wanted: Expected, backend: str, dtype: str) -> Expected:
+    """With the tolerances of the backend of that name."""
+    found, cap = selection.backends()[backend], wanted.work.softcap
+    tanh_error = getattr(found, "tanh_error", lambda softcap: 0.0)
+    sum_error = getattr(found, "sum_error", lambda softcap, dtype: 0.0)
+    return allowed(wanted, tanh_error(cap), sum_error(cap, dtype))
+
+
 @functools.lru_cache(maxsize=256)
 def expected(case: cases.Case, dtype: str, seed: int = 0) -> Expected:
     inputs = cases.build(case, dtype, seed)
@@ -256,10 +264,7 @@ def check(
     if not residual:  # nothing to compare, and no cotangent of it
         inputs = inputs._replace(d_lse=np.zeros_like(inputs.d_lse))
         wanted = wanted._replace(exact=exact_results(inputs, wanted.work))
-    tanh_error = getattr(selection.backends()[backend], "tanh_error", lambda softcap: 0.0)
-    sum_error = getattr(selection.backends()[backend], "sum_error", lambda softcap, dtype: 0.0)
-    cap = wanted.work.softcap
-    wanted = allowed(wanted, tanh_error(cap), sum_error(cap, dtype))
+    wanted = allowed_of(wanted, backend, dtype)
     measured = attend(inputs, backend, residual, inference)
     found = wrong_dtypes(measured, inputs) + complaints(measured, wanted)
     assert not found, "\n".join(found)
