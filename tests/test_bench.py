@@ -162,7 +162,7 @@ def test_processes_take_turns(tmp_path):
         "    begin = time.time(); time.sleep(0.3); print(begin, time.time())\n"
     )
     command = [sys.executable, "-c", script, str(lock)]
-    with turn(lock, alone=False), turn(lock, alone=False):
+    with turn(lock, alone=False):
         running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
         time.sleep(1.0)
         prepared = time.time()

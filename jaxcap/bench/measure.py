@@ -7,7 +7,6 @@ is not timed. The first burst after the pause of compilation, where the clock is
 (`first_ms`).
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import pathlib
@@ -120,8 +119,9 @@ def turn(lock: pathlib.Path | None, alone: bool = True) -> Iterator[None]:
         return
     import fcntl  # not on Windows
 
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)  # until the file is closed
+    with lock.open("a+") as file:
+        # Until the file is closed, and not inherited by what a peer may fork.
+        fcntl.lockf(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
 
 
@@ -140,13 +140,7 @@ def prepare(
         except Exception as error:  # whatever a peer raises is its row's text, not our end
             return _short(error)
 
-    _jax_inputs(case)
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:  # compiling takes the time
-        own = {x.name: pool.submit(one, x) for x in implementations if x.framework == "jax"}
-        peers = {x.name: one(x) for x in implementations if x.name not in own}
-    return {
-        x.name: own[x.name].result() if x.name in own else peers[x.name] for x in implementations
-    }
+    return {implementation.name: one(implementation) for implementation in implementations}
 
 
 def measure(
