@@ -3,6 +3,7 @@
 The measured ones are of benchmarks/results; the model has the kernels of hops_h200.json and the stated links.
 """
 
+import argparse
 import dataclasses
 import functools
 import json
@@ -237,6 +238,7 @@ def picture() -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     DOCS.write_text(written(DOCS.read_text()))
     PICTURE.write_text(picture())
     print(f"written: {DOCS} and {PICTURE}")

@@ -50,8 +50,8 @@ class Hardware:
     hop_backward: Kernel
     permute: Link = Link(277e9)  # measured at 256 MB on two H200s
     gather: Link = Link(230e9)  # likewise, and its reverse
-    # Measured 526e9 of the array, half of which stays where it is on two devices.
-    exchange: Link = Link(263e9)
+    # Measured 510e9 of the array, half of which stays where it is on two devices.
+    exchange: Link = Link(255e9)
     network: Link = Link(50e9, 10e-6)  # assumed: an adapter of 400 Gbit/s a GPU
     domain: int = 8  # GPUs that NVLink joins
     memory_rate: float = 4.3e12  # measured: bytes a second, read and written

@@ -122,6 +122,7 @@ def test_small_speeds_have_digits():
         (["--cases", "d999"], "--cases: no d999"),
         (["--q", "1,2"], "--q must be B,T,N,H"),
         (["--q", "1,8,2,8", "--implementations", "nothing"], "none begins with nothing"),
+        (["--q", "1,8,2,8", "--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--passes", "sideways", "--cases", "d64_causal_8k"], "--passes: no sideways"),
     ],
 )

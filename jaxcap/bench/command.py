@@ -36,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _cases(args: argparse.Namespace) -> list[Case]:
+    if args.rounds < 1:
+        raise ValueError(f"--rounds must be at least 1, got {args.rounds}")
     if args.q is None:
         if args.cases is None and jax.default_backend() == "cpu":
             raise ValueError(

@@ -12,7 +12,8 @@ from jaxcap.torch_bridge.plans import Plan, plan_of
 PLACES = {name: place for place, name in enumerate(Tensors._fields)}
 TWICE = (
     "jaxcap's attention has first derivatives only, and this asks for the derivative of its gradient"
-    " (create_graph=True); use torch.nn.functional.scaled_dot_product_attention or plain PyTorch for those"
+    " (create_graph=True); write the attention in plain PyTorch operations for those"
+    " (scaled_dot_product_attention has no cap)"
 )
 BATCHED = "jaxcap's attention takes one gradient at a time (not is_grads_batched, nor vectorize in jacobian)"
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
