@@ -67,7 +67,7 @@ def shift_to_top(shift: int) -> float:
 
 def finish(sums: Sums, sink: Array | None = None) -> Part:
     """Normalises, and lets `exp(sink)` join the denominator."""
-    some = sums.total > 0
+    some = sums.total != 0  # NaN is not nothing
     total = jnp.where(some, sums.total, jnp.ones_like(sums.total))
     out = sums.numerator / total[..., None]
     lse = jnp.where(some, sums.top + jnp.log(total), -jnp.inf)

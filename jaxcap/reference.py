@@ -88,7 +88,7 @@ class XLA:
         total = jnp.sum(weights, axis=3)
         if sink is not None:
             total = total + jnp.exp(sink - top)
-        some = total > 0
+        some = total != 0  # NaN is not nothing
         safe = jnp.where(some, total, 1.0)
         lse = jnp.where(some, top + jnp.log(safe), -jnp.inf)
         weights = weights / safe[..., None]

@@ -18,14 +18,15 @@ _OURS = (
 )
 
 
-def _bounds(name: str, x: Any) -> Array:
+def _bounds(name: str, x: Any, total: int) -> Array:
+    """int32, within the tokens that there are."""
     array = jnp.asarray(x)
     if array.ndim != 1 or array.shape[0] < 2 or not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(
             f"{name} must be [sequences + 1] integers that begin with 0,"
             f" got {list(array.shape)} {array.dtype.name}"
         )
-    return array.astype(jnp.int32)
+    return jnp.clip(array, 0, total).astype(jnp.int32)
 
 
 def varlen_attention(
@@ -48,7 +49,7 @@ def varlen_attention(
       query: `[total_q, N, H]`.
       key: `[total_k, K, H]`.
       value: `[total_k, K, V]`.
-      cu_seqlens_q: `[sequences + 1]` int, 0 first, not decreasing.
+      cu_seqlens_q: `[sequences + 1]` int, not decreasing; a bound past the tokens is moved to their end.
       cu_seqlens_k: likewise; None is `cu_seqlens_q`.
       causal_alignment: as in `dot_product_attention`, for each sequence.
       **keywords: the other arguments of `dot_product_attention`.
@@ -76,8 +77,9 @@ def varlen_attention(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 3:
             raise ValueError(f"{name} must be [total, heads, size], got {list(x.shape)}")
-    q_bounds = _bounds("cu_seqlens_q", cu_seqlens_q)
-    k_bounds = q_bounds if cu_seqlens_k is None else _bounds("cu_seqlens_k", cu_seqlens_k)
+    q_bounds = _bounds("cu_seqlens_q", cu_seqlens_q, query.shape[0])
+    given = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    k_bounds = _bounds("cu_seqlens_k", given, key.shape[0])
     expect("cu_seqlens_k", k_bounds, tuple(q_bounds.shape))
 
     sequences = q_bounds.shape[0] - 1

@@ -6,6 +6,7 @@ tokenspeed-fa3 fa3-fwd`.
 
 import functools
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcap
-from jaxcap.torch_bridge import fa3, probe
+from jaxcap import selection
+from jaxcap.torch_bridge import custom_call, fa3, probe
 from jaxcap.torch_bridge.backend import FlashAttention
 from tests import cases, conformance
 
@@ -81,6 +83,64 @@ def test_only_the_log_sum_exp_is_copied(backend):
     assert compiled.memory_analysis().temp_size_in_bytes <= lse + 1024
 
 
+def test_operands_and_result_are_xla_s_own_buffers(backend, monkeypatch):
+    arrays, seen = qkv(), set()
+    view = custom_call._view
+
+    def spy(buffer):
+        found = view(buffer)
+        seen.add(found.data_ptr())
+        return found
+
+    monkeypatch.setattr(custom_call, "_view", spy)
+    out = jax.block_until_ready(jax.jit(functools.partial(attend, backend))(*arrays))
+    assert {x.unsafe_buffer_pointer() for x in (*arrays, out)} <= seen
+
+
+def test_transformations(backend):
+    """vmap with shared keys, and a scan over a rematerialised layer; gradients where there are any."""
+    q, k, v = qkv(batch=1)
+
+    def mapped(backend, q):
+        out = jax.vmap(lambda x: attend(backend, x, k, v))(jnp.stack([q, 2 * q]))
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    def scanned(backend, q):
+        layer = jax.checkpoint(lambda x, _: (attend(backend, x, k, v), None))
+        return jnp.sum(jax.lax.scan(layer, q, None, length=2)[0].astype(jnp.float32) ** 2)
+
+    for function in (mapped, scanned):
+        run = jax.grad(function, argnums=1) if trains(backend) else function
+        run = jax.jit(run, static_argnums=0)
+        found, wanted = np.float32(run(backend, q)), np.float32(run("blockwise", q))
+        # Rounded once more in each layer.
+        assert np.linalg.norm(found - wanted) <= 0.05 * np.linalg.norm(wanted), function
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_library_s_own_error_is_one_that_can_be_read(backend, monkeypatch):
+    """Seven query heads for four of the keys: each library refuses them itself; the next call works."""
+    arrays = qkv()
+    run = jax.jit(functools.partial(attend, backend))
+    wanted = run(*arrays)
+    plan = jaxcap.explain(*arrays, softcap=50.0, is_causal=True, implementation=backend)
+    flash: Any = selection.backends()[backend]
+    provider = flash.provider(plan.forward.spec)
+    forward = type(provider).forward
+
+    def seven(self, call, out, lse, *, q, **arrays):
+        forward(self, call, out[:, :, :7], lse[:, :7], q=q[:, :, :7], **arrays)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(provider), "forward", seven)
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError)) as caught:
+            jax.block_until_ready(run(*arrays))
+    message = str(caught.value)
+    assert f"backend {backend!r}: the forward of {provider.title} failed with" in message
+    print(message[-500:])
+    alike(run(*arrays), wanted)
+
+
 def test_host_does_not_wait(backend):
     arrays = qkv(batch=4, length=16384, heads=16)
     run = jax.jit(functools.partial(attend, backend))
@@ -145,6 +205,31 @@ def test_a_build_without_softcap_runs_what_has_none(module, kind):
                 run()
             return
         alike(run(), run(implementation="blockwise"))
+
+
+def test_two_builds_side_by_side(monkeypatch):
+    """The first that can runs a call; a pinned one runs it or nothing does."""
+    if any(probe.file_of(module) is None for module in ABLE):
+        pytest.skip(f"needs {' and '.join(ABLE)}")
+    used = []
+    for provider in {type(p) for p in fa3.providers()}:
+        forward = provider.forward
+        monkeypatch.setattr(
+            provider,
+            "forward",
+            lambda self, *a, f=forward, **k: (used.append(self.interface), f(self, *a, **k)),
+        )
+    first, second = ABLE
+    with conformance.registered(FlashAttention("fa3", fa3.providers())):
+        for keywords in MASKS:
+            run = functools.partial(jaxcap.dot_product_attention, *qkv(), **keywords)
+            alike(run(implementation="fa3"), run(implementation="blockwise"))
+    assert used == [second, first, first]
+    with conformance.registered(FlashAttention("fa3", fa3.providers(pinned=second))):
+        jaxcap.dot_product_attention(*qkv(), **MASKS[1], implementation="fa3")
+        with pytest.raises(jaxcap.BackendError, match=f"JAXCAP_FA3_PROVIDER={second} excludes it"):
+            jaxcap.dot_product_attention(*qkv(), **MASKS[2], implementation="fa3")
+    assert used[3:] == [second]
 
 
 def test_dropout_is_refused_by_us_and_by_the_library():

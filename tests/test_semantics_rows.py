@@ -96,6 +96,18 @@ def test_unattended_keys(backend, why):
         same(again, clean, rtol=0, atol=0)
 
 
+@BOTH
+def test_what_is_attended(backend):
+    """NaN there is in output and residual of the rows that see it, and in no others."""
+    q, k, v = qkv()
+    k[0, 4] = np.nan
+    for _ in range(2):
+        out, lse = attend(q, k, v, implementation=backend)
+        assert np.isnan(out[0]).all() and np.isnan(lse[0]).all()
+        assert np.isfinite(out[1]).all() and np.isfinite(lse[1]).all()
+        k[0, 4], v[0, 4] = np.inf, 0  # infinity as a score is none either
+
+
 # Sinks
 
 

@@ -25,7 +25,6 @@ TIGHT = 1e-11
     "keywords",
     [
         {"softcap": 2.0},
-        {"softcap": 2.0, "causal": True},
         {"causal": True, "scale": 0.7},
         {"softcap": 2.0, "window_size": (5, 3)},
         {"softcap": 2.0, "causal": True, "window_size": (6, -1)},

@@ -264,6 +264,8 @@ def test_other_memory_than_the_kernels_want():
     heads_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
     out = torch_bridge.attention(*heads_first, layout="bhsd", **CALL)
     assert torch.equal(out.transpose(1, 2), wanted)
+    one = torch.randn(64, device="cuda", dtype=q.dtype).as_strided((1, 1, 1, 64), (3, 5, 7, 1))
+    torch.testing.assert_close(torch_bridge.attention(one, one, one, **CALL), one)
 
 
 @needs_hopper
@@ -326,6 +328,36 @@ def test_gemma_2_as_transformers_runs_it():
     from tests.test_torch_huggingface import compare_to_eager
 
     compare_to_eager("cuda", torch.bfloat16, head_dim=64, num_hidden_layers=2)
+
+
+@pytest.mark.parametrize("padding", ["no padding", "left"])
+def test_gemma_2_generates_with_a_cache(padding):
+    """Each step's logits: no further from float32 than twice what eager attention is in bfloat16."""
+    from tests import test_torch_huggingface as gemma
+
+    ids, mask, new = gemma.tokens("cuda"), gemma.MASKS[padding], 12
+    mask = torch.ones_like(ids) if mask is None else mask.cuda()
+    options = {
+        "attention_mask": mask,
+        "min_new_tokens": new,
+        "max_new_tokens": new,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    size = {"head_dim": 64, "num_hidden_layers": 2}
+    exact = gemma.model("eager", "cuda", **size).generate(ids, **options)
+
+    def distances(name):
+        """Up to the first token that differs, which all that follows depends on."""
+        found = gemma.model(name, "cuda", torch.bfloat16, **size).generate(ids, **options)
+        same = (found.sequences == exact.sequences)[:, ids.shape[1] :].cumprod(1)
+        counted = [torch.ones_like(same[:, 0]), *same.unbind(1)[:-1]]
+        rows = zip(found.logits, exact.logits, counted, strict=True)
+        return [far(a[n > 0].float(), numpy(b[n > 0])) for a, b, n in rows if n.any()]
+
+    eager, ours = distances("eager"), distances("jaxcap")
+    assert len(ours) >= 0.5 * len(eager) and np.mean(ours) <= 2 * np.mean(eager)
 
 
 def test_the_two_paths_agree():

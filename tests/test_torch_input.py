@@ -36,12 +36,15 @@ def test_narrow_keeps_equality_and_order():
     assert ranks == [[[2, 1, 0], [3, 2, 1]], [[1, 2], [0, 3]]]
 
 
-def test_wide_bounds_lie_past_every_token():
+def test_bounds_outside_the_tokens_are_moved_to_their_end():
+    """Where causality ends within a sequence depends on how many keys it has."""
     q, k, v = Q[0], K[0], V[0]
-    keywords = {"softcap": 2.0}
-    found = torch_bridge.varlen_attention(q, k, v, torch.tensor([0, 3, WIDE + 4]), **keywords)
-    wanted = torch_bridge.varlen_attention(q, k, v, torch.tensor([0, 3, 100]), **keywords)
-    assert torch.equal(found, wanted)
+    bounds = torch.tensor([0, 3, 8])
+    wanted = torch_bridge.varlen_attention(q, k, v, bounds, bounds, softcap=2.0, causal=True)
+    for wide in ([-1 - WIDE, 3, WIDE + 4], [-2, 3, 9]):
+        for pair in ((bounds, torch.tensor(wide)), (torch.tensor(wide), bounds)):
+            found = torch_bridge.varlen_attention(q, k, v, *pair, softcap=2.0, causal=True)
+            assert torch.equal(found, wanted)
 
 
 def test_a_negated_view_is_its_values():
@@ -105,6 +108,7 @@ with warnings.catch_warnings():
         ({"sinks": torch.zeros(4).to_sparse()}, "sinks must be a dense tensor"),
         ({"dropout_p": torch.tensor([0.1, 0.2])}, "dropout_p must be a Python number"),
         ({"generator": 3}, "generator must be a torch.Generator"),
+        ({"layout": ["bshd"]}, "layout must be 'bshd' or 'bhsd'"),
         ({"backend": "foo"}, "backend: no backend 'foo'"),
         ({"backend": ["xla"]}, "backend: no backend"),
         ({"softcap": np.ones(2)}, "softcap must be a number"),
@@ -175,6 +179,38 @@ def dual(function):
 def test_derivatives_and_recordings_that_would_be_wrong_are_errors(run, message):
     with pytest.raises(NotImplementedError, match=message):
         run()
+
+
+def test_a_generator_of_another_device_is_an_error():
+    with pytest.raises(ValueError, match=r"generator is of cpu, q on cuda:1; make it"):
+        checks.generator(torch.Generator(), torch.device("cuda:1"))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradients_reach_a_mapped_tensor():
+    """Within `torch.func.vmap` a tensor denies that it requires a gradient; the keys say that they do."""
+    q, k = torch.stack([Q, 2 * Q]).requires_grad_(), K.clone().requires_grad_()
+
+    out = torch.func.vmap(lambda q: attend(q, k, V))(q)
+    found = torch.autograd.grad(out.square().sum(), (q, k))
+    wanted = torch.autograd.grad(torch.stack([attend(x, k, V) for x in q]).square().sum(), (q, k))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+    slopes = torch.rand(2, 4, requires_grad=True)
+    with pytest.raises(ValueError, match="alibi_slopes requires a gradient"):
+        torch.func.vmap(lambda x: attend(alibi_slopes=x))(slopes)
+
+
+def test_nan_is_seen():
+    """An attended NaN is one in the result, as those look for who scale losses or stop a run."""
+    for at in range(3):
+        given = [Q, K, V]
+        given[at] = given[at].clone()
+        given[at][0, 3] = torch.nan
+        out, lse = attend(*given, return_lse=True)
+        seen = torch.ones(8, dtype=torch.bool) if at else torch.arange(8) == 3
+        assert torch.equal(out[0].isnan().all((1, 2)), seen) and not out[1].isnan().any()
+        assert torch.equal(lse[0].isnan().all(0), seen & (at < 2))
 
 
 def test_a_gradient_that_there_is_not_is_an_error():

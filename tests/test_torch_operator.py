@@ -58,6 +58,14 @@ def test_compile_keeps_it_whole():
     found = torch.autograd.grad(compiled(*given.values()), list(given.values()))
     torch.testing.assert_close(found, wanted)
 
+    def mapped(q, k, v):  # whose tensors deny that they require gradients
+        attend = torch.func.vmap(lambda q: torch_bridge.attention(q, k, v, **CALL))
+        return attend(q[None]).square().sum()
+
+    compiled = torch.compile(mapped, backend="aot_eager")
+    found = torch.autograd.grad(compiled(*given.values()), list(given.values()))
+    torch.testing.assert_close(found, wanted)
+
 
 def test_compile_with_everything_and_dynamic_lengths():
     """One graph for all lengths, dropout that moves on, and gradients of bias and sinks."""

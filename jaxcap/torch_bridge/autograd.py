@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from jaxcap.torch_bridge.call import Settings, Tensor, Tensors
+from jaxcap.torch_bridge.checks import requires_grad
 from jaxcap.torch_bridge.launcher import ALIGNMENT
 from jaxcap.torch_bridge.plans import Plan, plan_of
 
@@ -95,7 +96,7 @@ def wanted(tensors: Sequence[Tensor | None]) -> tuple[str, ...]:
     if not torch.is_grad_enabled():
         return ()
     pairs = zip(Tensors._fields, tensors, strict=False)
-    return tuple([name for name, x in pairs if x is not None and x.requires_grad])
+    return tuple([name for name, x in pairs if x is not None and requires_grad(x)])
 
 
 def run(plan: Plan, *spread: Tensor | None) -> tuple[Tensor, Tensor]:

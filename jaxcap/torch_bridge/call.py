@@ -14,7 +14,15 @@ import torch
 from jaxcap import arguments, selection
 from jaxcap.environment import ENVIRONMENT
 from jaxcap.spec import AttentionSpec
-from jaxcap.torch_bridge.checks import FLOATS, Tensor, four, per_head, segments, window
+from jaxcap.torch_bridge.checks import (
+    FLOATS,
+    Tensor,
+    four,
+    per_head,
+    requires_grad,
+    segments,
+    window,
+)
 
 
 class Tensors(NamedTuple):
@@ -113,7 +121,7 @@ def canonical(
     q_ids, k_ids = segments(segment_ids, batch, length, key_length)
     if alibi_slopes is not None:
         alibi_slopes = per_head("alibi_slopes", alibi_slopes, batch, heads, batched=True)
-        if alibi_slopes.requires_grad and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and requires_grad(alibi_slopes):
             raise ValueError(
                 "alibi_slopes requires a gradient and has none; pass alibi_slopes.detach(), or learn a bias"
             )

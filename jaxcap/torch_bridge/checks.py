@@ -19,9 +19,25 @@ def layout(value: Any) -> None:
         raise ValueError(f"layout must be 'bshd' or 'bhsd', got {value!r}")
 
 
-def generator(value: Any) -> None:
-    if value is not None and not isinstance(value, torch.Generator):
+def generator(value: Any, device: torch.device | None = None) -> None:
+    """Without a device: whether it is one at all."""
+    if value is None:
+        return
+    if not isinstance(value, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator or None, got {type(value).__name__}")
+    if device is not None and value.device.type != device.type:
+        raise ValueError(
+            f"generator is of {value.device}, q on {device}; make it torch.Generator({device.type!r})"
+        )
+
+
+def requires_grad(x: Tensor) -> bool:
+    """Also of what `torch.func.vmap` has wrapped, which denies it."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        wrapped: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+        while wrapped.is_functorch_wrapped_tensor(x):
+            x = wrapped.get_unwrapped(x)
+    return x.requires_grad
 
 
 def dense(name: str, x: Tensor) -> None:

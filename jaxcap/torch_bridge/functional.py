@@ -87,6 +87,7 @@ def attention(
     settings = call.settings_of(
         softcap, causal, window_size, scale, dropout_p, deterministic, return_lse, backend
     )
+    checks.layout(layout)
     checks.generator(generator)
     extras = bias is None and alibi_slopes is None and segment_ids is None and sinks is None
     if extras and not settings.dropout_p and _eager(q, k, v):
@@ -162,6 +163,7 @@ def attend(
     """(out, lse) of canonical tensors, with any of jaxcap's masks; draws the dropout's key."""
     call.check_devices(tensors)
     if settings.dropout_p:
+        checks.generator(generator, tensors.query.device)
         if generator is not None and torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 "a checkpoint computes attention again with a generator of its own, whose state it does not"

@@ -19,6 +19,7 @@ _SETTINGS = (
     " bool return_lse, str? backend, str[] gradients"
 )
 _COUNT = len(Tensors._fields)
+DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
 
 _library = torch.library.Library("jaxcap", "DEF")
 _library.define(f"attention({_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor)")
@@ -101,8 +102,11 @@ def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tupl
     results: list[Any] = [None] * (_COUNT + len(ctx.rest))
     if d_out is None and d_lse is None:
         return tuple(results)
-    found = torch.ops.jaxcap.attention_backward(*tensors, *ctx.rest, out, lse, d_out, d_lse)
-    for name, grad in zip(ctx.rest[-1], found, strict=True):
+    # Under a compiled vmap the forward did not know which are wanted.
+    names = [x for x in DIFFERENTIABLE if ctx.needs_input_grad[autograd.PLACES[x]]]
+    given = (*tensors, *ctx.rest[:-1], names, out, lse, d_out, d_lse)
+    found = torch.ops.jaxcap.attention_backward(*given)
+    for name, grad in zip(names, found, strict=True):
         results[autograd.PLACES[name]] = grad
     return tuple(results)
 

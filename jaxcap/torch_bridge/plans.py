@@ -121,9 +121,8 @@ class Plan:
                 spec = spec.replace(gradients=(), return_residual=False)
             part = Part(kind, self.decision.backend or "", spec, self.names, self.device)
             found, route = part_of(part, tensors)
-            logger.info(
-                "%s runs the %s on %s, %s: %s", part.backend, kind, self.device, route, spec
-            )
+            how = "launched directly" if route == "direct" else f"through JAX ({route})"
+            logger.info("%s runs the %s on %s, %s: %s", part.backend, kind, self.device, how, spec)
             self.routes[kind] = route
             self.parts[kind] = found
         return found

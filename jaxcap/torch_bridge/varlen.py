@@ -8,19 +8,17 @@ from jaxcap.torch_bridge import checks
 from jaxcap.torch_bridge.call import Tensor, canonical, settings_of
 from jaxcap.torch_bridge.functional import attend, autocast
 
-FAR = 2**30
 
-
-def _bounds(name: str, x: Any, device: torch.device) -> Tensor:
+def _bounds(name: str, x: Any, device: torch.device, total: int) -> Tensor:
+    """int32, within the tokens that there are."""
     if not isinstance(x, Tensor) or x.dtype not in checks.INTEGERS or x.dim() != 1 or len(x) < 2:
         got = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name} must be [sequences + 1] integers, got {got}")
     checks.dense(name, x)
     if x.device != device:
         raise ValueError(f"{name} is on {x.device}, q on {device}; move one to the other")
-    if x.dtype == torch.int64:  # what int32 cannot say lies past every token
-        x = x.clamp(-FAR, FAR)
-    return x.to(torch.int32)
+    wide = x if x.dtype == torch.int64 else x.to(torch.int32)
+    return wide.clamp(0, total).to(torch.int32)
 
 
 def _locate(bounds: Tensor, total: int, outside: int) -> tuple[Tensor, Tensor]:
@@ -55,8 +53,9 @@ def varlen_attention(
     """`attention` of sequences packed one after another, each attending itself only.
 
     Sequence i holds the queries `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]` and the keys likewise; tokens
-    before the first or past the last bound are padding. **Causality is bottom-right aligned in each sequence,
-    -1 in a window is unbounded, as in FlashAttention.** Nothing is read back to the host. A call
+    before the first or past the last bound are padding, and bounds outside the tokens are moved to their end.
+    **Causality is bottom-right aligned in each sequence, -1 in a window is unbounded, as in FlashAttention.**
+    Nothing is read back to the host, so nothing says when bounds decrease, which gives wrong results. A call
     that runs directly can be captured in a CUDA graph, and its bounds may change between replays; long inputs
     (where `[total_q, total_k]` bytes are more than twice the largest tensor) go through JAX, which cannot.
 
@@ -99,14 +98,14 @@ def varlen_attention(
     q, k, v = autocast(q[None], k[None], v[None])
     checks.check_inputs(q, k, v, "bshd")
     tensors = canonical(q, k, v, None, alibi_slopes, None, sinks)
-    bounds = _bounds("cu_seqlens_q", cu_seqlens_q, q.device)
+    bounds = _bounds("cu_seqlens_q", cu_seqlens_q, q.device, q.shape[1])
     q_place, q_ids = _locate(bounds, q.shape[1], -1)
     if cu_seqlens_k is None and q.shape[1] == k.shape[1]:
         # Indices differ as positions do wherever the ids are equal.
         k_place, k_ids = None, torch.where(q_ids < 0, -2, q_ids)
     else:
         given = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-        k_bounds = _bounds("cu_seqlens_k", given, q.device)
+        k_bounds = _bounds("cu_seqlens_k", given, q.device, k.shape[1])
         if k_bounds.shape != bounds.shape:
             raise ValueError(
                 f"cu_seqlens_k must be as long as cu_seqlens_q, {len(bounds)}, got {len(k_bounds)}"
