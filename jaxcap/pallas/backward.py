@@ -54,6 +54,7 @@ def make_plan(spec: AttentionSpec, config: Any = None) -> Any:
     from jaxcap.pallas.backward_config import config_for
     from jaxcap.pallas.backward_plan import Plan
     from jaxcap.pallas.backward_scores import Scores
+    from jaxcap.pallas.forward_sm90 import multiprocessors
 
     config = config or config_for(spec.head_size, spec.value_size)
 
@@ -95,6 +96,7 @@ def make_plan(spec: AttentionSpec, config: Any = None) -> Any:
         empty_queries=may_have_empty_queries(spec),
         deterministic=spec.deterministic,
         partial=spec.partial,
+        multiprocessors=multiprocessors(),
     )
 
 

@@ -19,8 +19,7 @@ class BackwardConfig:
     block_q: int
     block_kv: int
     compute: int  # compute warpgroups; one more computes dQ and loads
-    stages_q: int  # tiles of Q in flight
-    stages_do: int  # tiles of dO in flight
+    stages: int  # tiles of Q in flight, and of dO
     stages_ds: int  # tiles of dS between the compute warpgroups and the one for dQ
     dq: Literal["tma", "red"]  # staged TMA reduce-add, or red.global.add.v4 from registers
     registers: tuple[int, int]  # of a compute warpgroup, of the dQ warpgroup
@@ -40,42 +39,40 @@ class BackwardConfig:
 
 #: By the larger of the two head sizes, rounded up to 64. All measured on one H200, 2026-11-30, cap 50, length
 #: 8192, TFLOP/s of the whole backward (delta, zero fill and conversion of dQ in it): first calls / sustained.
+#: More in docs/kernels.md.
 CONFIGS = {
     64: BackwardConfig(
         design="rows",
         block_q=64,
         block_kv=192,
         compute=3,
-        stages_q=2,
-        stages_do=2,
+        stages=2,
         stages_ds=2,
         dq="tma",
         registers=(144, 80),
-        evidence="causal 446 / 424 (probe 400 / 400 in the same run). Lost: delta_late 439 / 422; two "
-        "compute warpgroups on 128 x 128 448 / 419, on 64 x 128 with dP^T beside S^T 387 / 380",
+        evidence="causal 461 / 448. Lost, when it was 446 / 424: delta_late 439 / 422; two compute "
+        "warpgroups on 128 x 128 448 / 419, on 64 x 128 with dP^T beside S^T 387 / 380",
     ),
     128: BackwardConfig(
         design="rows",
         block_q=64,
         block_kv=128,
         compute=2,
-        stages_q=2,
-        stages_do=2,
+        stages=2,
         stages_ds=2,
         dq="tma",
         registers=(216, 72),
         delta_late=True,
-        evidence="causal 534 / 493, full 570 / 538 (probe 510 / 475 and 531 / 509 in the same runs). Lost: "
-        "without delta_late 532 / 488 and 573 / 533; P (1 - t^2) through shared memory 521 / 474; three "
-        "stages of Q 513 / 466, of dO 570 / 528 full. dQ by 128 columns and dP^T beside S^T spill",
+        evidence="causal 557 / 517, full 550 / 538. Lost, when they were 534 / 493 and 570 / 538: without "
+        "delta_late 532 / 488 and 573 / 533; P (1 - t^2) through shared memory 521 / 474; three stages of Q "
+        "513 / 466, of dO 570 / 528 full. dQ by 128 columns and dP^T beside S^T spill",
     ),
     192: BackwardConfig(
         design="products",
         block_q=64,
         block_kv=64,
         compute=2,
-        stages_q=2,
-        stages_do=2,
+        stages=2,
         stages_ds=1,
         dq="red",
         registers=(208, 88),
@@ -86,13 +83,12 @@ CONFIGS = {
         block_q=64,
         block_kv=64,
         compute=2,
-        stages_q=2,
-        stages_do=2,
+        stages=2,
         stages_ds=1,
         dq="red",
         registers=(208, 88),
-        evidence="causal 444 / 410 (probe 443 / 415 in the same run): bound by the L2's additions, 85% busy. "
-        "Lost: delta_late 436 / 401, Pallas' own barriers 442 / 410; TMA reduce (probe) 389 to 412",
+        evidence="causal 449-462 / 428, the L2 busy with additions. Lost, when it was 444 / 410: delta_late "
+        "436 / 401, Pallas' own barriers 442 / 410; TMA reduce (another kernel) 389 to 412",
     ),
 }
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,6 +13,9 @@ from jaxcap.pallas.backward_config import BackwardConfig
 from jaxcap.pallas.backward_scores import Scores
 
 i32 = jnp.int32
+L2_BYTES = (
+    36 * 2**20
+)  # 16 x 1k: heads of 34 MB together are faster than one by one, of 134 MB slower
 WIDTH = 64  # columns of a chunk: 128 bytes, the swizzle
 
 
@@ -31,6 +36,7 @@ class Plan:
     empty_queries: bool = False  # rows that attend nothing may hold NaN
     deterministic: bool = False
     partial: bool = False  # dK and dV in float32
+    multiprocessors: int = 132
     shared_rows: tuple[str, ...] = ()  # operands whose batch axis is 1
 
     @property
@@ -61,6 +67,31 @@ class Plan:
         return -(-self.key_length // self.config.block_kv)
 
     @property
+    def together(self) -> int:
+        """How many KV heads take turns block by block: KV tile 0 of all starts first, then tile 1.
+
+        So a causal grid ends with short blocks, not with a long one of its last head. As many as fill the
+        multiprocessors, or more while their Q, dO and dQ stay in the L2.
+        """
+        if self.deterministic:  # blocks start in the order in which they add, see `ranks`
+            return 1
+        row = 6 * self.padded_head_size + 2 * self.padded_value_size
+        cached = L2_BYTES / (self.query_length * self.group * row)
+        wanted = max(1.0, self.multiprocessors / self.kv_tiles, cached)
+        heads = self.batch * self.kv_heads
+        most = min(heads, math.ceil(wanted**2))  # 1 is nearer than more
+        divisors = [x for x in range(1, most + 1) if heads % x == 0]
+        return min(divisors, key=lambda x: max(x / wanted, wanted / x))
+
+    def block_at(self, number: Any) -> tuple[Any, Any, Any]:
+        """Batch entry, KV head and KV tile of the block that starts as the `number`-th."""
+        together = self.together
+        tile, one = divmod_by(number, together)
+        turn, n = divmod_by(tile, self.kv_tiles)
+        b, h = divmod_by(turn * together + one, self.kv_heads)
+        return b, h, n
+
+    @property
     def padded_queries(self) -> int:
         return self.q_tiles * self.config.block_q
 
@@ -82,6 +113,12 @@ class Plan:
         if self.config.dq == "red":
             return (b, n, t // 64, h // 8, 128, 4)
         return (b, t, n, h)
+
+
+def divmod_by(x: Any, divisor: int) -> tuple[Any, Any]:
+    """Quotient and rest, of x >= 0."""
+    quotient = lax.div(x, i32(divisor))
+    return quotient, x - quotient * divisor
 
 
 class Walk:
@@ -106,12 +143,27 @@ class Walk:
         self.tiles = jnp.maximum(self.end - self.first, 0)
         self.total = self.tiles * plan.group
 
-    def __getitem__(self, j: Any) -> tuple[Any, Any]:
-        """Query head within the group, and query tile, of step `j`."""
+    @property
+    def start(self) -> tuple[Any, Any]:
+        """Query head within the group, and query tile, of the first step."""
+        return i32(0), self.first
+
+    def after(self, at: tuple[Any, Any]) -> tuple[Any, Any]:
+        """The same of the next step: dividing its number by `tiles` in every step costs up to 6%."""
+        g, i = at
         if self.plan.group == 1:
-            return i32(0), self.first + j
-        g = lax.div(j, jnp.maximum(self.tiles, 1))
-        return g, self.first + j - g * self.tiles
+            return g, i + 1
+        last = i + 1 == self.end
+        return jnp.where(last, g + 1, g), jnp.where(last, self.first, i + 1)
+
+    def each(self, body: Callable[[Any, tuple[Any, Any]], None]) -> None:
+        """body(j, at) for every step."""
+
+        def step(j, at):
+            body(j, at)
+            return self.after(at)
+
+        lax.fori_loop(i32(0), self.total, step, self.start)
 
     def partial(self, i: Any, row: Any, rows: int) -> Any:
         """Whether tile `i` needs its masks for keys `row` to `row + rows` of the KV tile; None: never."""

@@ -58,7 +58,8 @@ class Block:
 
     def __init__(self, plan: Plan, refs: dict[str, Any]):
         self.plan, self.refs, self.c = plan, refs, plan.config
-        self.b, self.h, self.n = (lax.axis_index(a) for a in ("b", "h", "n"))
+        b, h, n = (lax.axis_index(a) for a in ("b", "h", "n"))  # they start in this order
+        self.b, self.h, self.n = plan.block_at((b * plan.kv_heads + h) * plan.kv_tiles + n)
         if plan.deterministic:  # blocks start in the order in which they add to dQ, see `ranks`
             self.n = plan.kv_tiles - 1 - self.n
         self.walk = Walk(plan, refs, self.b, self.n)
@@ -89,12 +90,13 @@ class Block:
         else:
             self.V.load(self.v, self.kv_at, self.kv_full)
 
-    def _step(self, j: Any) -> tuple[Any, Any, Any]:
-        g, i = self.walk[j]
+    def _place(self, at: tuple) -> tuple[Any, Any, Any]:
+        """Query head, query tile, its rows."""
+        g, i = at
         return self.h * self.plan.group + g, i, pl.ds(i * self.c.block_q, self.c.block_q)
 
-    def load_q(self, j: Any, stage: Any) -> None:
-        head, _, rows = self._step(j)
+    def load_q(self, at: tuple, stage: Any) -> None:
+        head, _, rows = self._place(at)
         barrier = self.q_full.at[stage]
         self.Q[stage].load(self.q, (self.b, rows, head), barrier)
         plgpu.copy_gmem_to_smem(self.nlse.at[self.b, head, rows], self.nlse_s.at[stage], barrier)
@@ -103,8 +105,8 @@ class Block:
                 source = self.refs[name].at[self.row_of(name), rows]
                 plgpu.copy_gmem_to_smem(source, self.refs[name + "_s"].at[stage], barrier)
 
-    def load_do(self, j: Any, stage: Any) -> None:
-        head, _, rows = self._step(j)
+    def load_do(self, at: tuple, stage: Any) -> None:
+        head, _, rows = self._place(at)
         barrier = self.do_full.at[stage]
         self.dO[stage].load(self.do, (self.b, rows, head), barrier)
         plgpu.copy_gmem_to_smem(
@@ -112,10 +114,10 @@ class Block:
         )
 
     # -- 2: P and D --
-    def softmax(self, s: Any, stage: Any, j: Any, row: Any) -> tuple[Any, Any]:
+    def softmax(self, s: Any, stage: Any, at: tuple, row: Any) -> tuple[Any, Any]:
         """P and D of an S^T tile whose first key is row `row` of the KV tile."""
         plan, scores = self.plan, self.plan.scores
-        g, i = self.walk[j]
+        g, i = at
         head = self.h * plan.group + g
         k0, q0 = self.n * self.c.block_kv + row, i * self.c.block_q
         refs: dict[str, Any] = {}
@@ -164,11 +166,11 @@ class Block:
             delta = plgpu.load(self.ndelta_s.at[stage], layout=WGMMA.reduce(0))
             acc[...] = lax.broadcast_in_dim(delta, acc.shape, [1])
 
-    def gradients(self, d: Any, dp: Any, stage: Any, j: Any, row: Any, whole: list[Any]) -> Any:
+    def gradients(self, d: Any, dp: Any, stage: Any, at: tuple, row: Any, whole: list[Any]) -> Any:
         """5: dS, and the gradient of the bias."""
         scores, bias = self.plan.scores, None
         if whole:
-            g, i = self.walk[j]
+            g, i = at
             one_head = self.dbias.shape[1] == 1
             head = i32(0) if one_head else self.h * self.plan.group + g
             k0, q0 = self.n * self.c.block_kv + row, i * self.c.block_q
@@ -222,7 +224,7 @@ class Block:
     # -- roles --
     def compute_rows(self, wg: Any) -> None:
         """Design `rows`: steps 1 to 6 for `rows` keys of the tile."""
-        c, plan, total = self.c, self.plan, self.walk.total
+        c, plan = self.c, self.plan
         first = wg * c.rows
         rows = pl.ds(first, c.rows)
         wait(self.kv_full)
@@ -230,18 +232,18 @@ class Block:
         self.clean_kv(self.V, first, c.rows)
 
         def outer(s_acc, dk_acc, dv_acc):
-            @pl.loop(i32(0), total)
-            def _(j):
-                sq, sd = lax.rem(j, i32(c.stages_q)), lax.rem(j, i32(c.stages_do))
+            @self.walk.each
+            def _(j, at):
+                stage = lax.rem(j, i32(c.stages))
                 bb = lax.rem(j, i32(c.stages_ds))
-                wait(self.q_full.at[sq])
+                wait(self.q_full.at[stage])
                 if plan.empty_queries:
-                    wait(self.do_full.at[sd])
-                    self.clean_queries(wg, j, sq, sd)
+                    wait(self.do_full.at[stage])
+                    self.clean_queries(wg, at, stage)
                 s_acc[...] = zeros((c.rows, c.block_q))
-                over_head(s_acc, self.K, rows, self.Q[sq])  # 1
+                over_head(s_acc, self.K, rows, self.Q[stage])  # 1
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-                p, d, *whole = self.softmax(s, sq, j, first)  # 2
+                p, d, *whole = self.softmax(s, stage, at, first)  # 2
 
                 # A branch between softmax and products keeps ptxas from moving the wait in front.
                 @pl.when(j >= c.stages_ds)
@@ -249,23 +251,23 @@ class Block:
                     wait(self.ds_free.at[bb])
 
                 if not plan.empty_queries:
-                    wait(self.do_full.at[sd])
+                    wait(self.do_full.at[stage])
 
                 def products(p_acc):
-                    self.init_dp(p_acc, sd)
-                    over_head(p_acc, self.V, rows, self.dO[sd])  # 3
-                    groups = to_head(dv_acc, p, self.dO[sd])  # 4, beside 5
+                    self.init_dp(p_acc, stage)
+                    over_head(p_acc, self.V, rows, self.dO[stage])  # 3
+                    groups = to_head(dv_acc, p, self.dO[stage])  # 4, beside 5
                     dp = plgpu.wgmma_accumulator_load(p_acc, wait_n=groups)
-                    return self.gradients(d, dp, sd, j, first, whole)  # 5
+                    return self.gradients(d, dp, stage, at, first, whole)  # 5
 
                 ds = pl.run_scoped(products, plgpu.ACC((c.rows, c.block_q), F32))
+                to_head(dk_acc, ds, self.Q[stage])  # 6, beside storing dS: both only read it
                 self.ds.at[bb, rows][...] = ds
                 plgpu.commit_smem()
                 arrive(self.ds_full.at[bb])
-                to_head(dk_acc, ds, self.Q[sq])  # 6
                 plgpu.wgmma_wait(0)
-                arrive(self.q_free.at[sq])
-                arrive(self.do_free.at[sd])
+                arrive(self.q_free.at[stage])
+                arrive(self.do_free.at[stage])
 
             return dk_acc[...], dv_acc[...]
 
@@ -281,18 +283,18 @@ class Block:
         self.finish(self.K, first, dk * self.dk_factor, self.dk)
         plgpu.wait_smem_to_gmem(0)
 
-    def clean_queries(self, wg: Any, j: Any, sq: Any, sd: Any) -> None:
+    def clean_queries(self, wg: Any, at: tuple, stage: Any) -> None:
         """Warpgroup 0 cleans Q, warpgroup 1 dO, the third of design `rows` only waits."""
-        _, i = self.walk[j]
+        _, i = at
 
         @pl.when(self.walk.partial(i, 0, self.c.block_kv))
         def _():
-            for owner, tile, stage in ((0, self.Q, sq), (1, self.dO, sd)):
+            for owner, tile in ((0, self.Q), (1, self.dO)):
 
                 @pl.when(wg == owner)
-                def _(tile=tile, stage=stage):
+                def _(tile=tile):
                     for m in range(self.c.block_q // 64):
-                        lse = self.nlse_s.at[sq, pl.ds(64 * m, 64)]
+                        lse = self.nlse_s.at[stage, pl.ds(64 * m, 64)]
                         lse = plgpu.load(lse, layout=WGMMA.reduce(1))
                         tile[stage].keep_rows(64 * m, lse > -jnp.inf)
                     plgpu.commit_smem()
@@ -323,18 +325,18 @@ class Block:
                 start_s(0)
                 plgpu.wgmma_wait(0)
 
-            @pl.loop(i32(0), total)
-            def _(j):
-                sq, sd = lax.rem(j, i32(c.stages_q)), lax.rem(j, i32(c.stages_do))
+            @self.walk.each
+            def _(j, at):
+                stage = lax.rem(j, i32(c.stages))
                 bb = lax.rem(j, i32(c.stages_ds))
                 if not ahead:
-                    wait(self.q_full.at[sq])
-                    wait(self.do_full.at[sd])
-                    self.clean_queries(i32(0), j, sq, sd)
-                    start_s(sq)  # 1
+                    wait(self.q_full.at[stage])
+                    wait(self.do_full.at[stage])
+                    self.clean_queries(i32(0), at, stage)
+                    start_s(stage)  # 1
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=None if ahead else 0)
-                p, d, *whole = self.softmax(s, sq, j, 0)  # 2
-                arrive(self.q_free.at[sq])
+                p, d, *whole = self.softmax(s, stage, at, 0)  # 2
+                arrive(self.q_free.at[stage])
 
                 @pl.when(j >= c.stages_ds)
                 def _():
@@ -346,23 +348,23 @@ class Block:
                 plgpu.commit_smem()
                 arrive(self.d_full.at[bb])
                 if ahead:
-                    wait(self.do_full.at[sd])
-                    following = lax.rem(j + 1, i32(c.stages_q))
+                    wait(self.do_full.at[stage])
+                    following = lax.rem(j + 1, i32(c.stages))
 
                     @pl.when(j + 1 < total)
                     def _():
                         wait(self.q_full.at[following])
 
                     s_acc[...] = zeros(tile)
-                    to_head(dv_acc, p, self.dO[sd])  # 4
+                    to_head(dv_acc, p, self.dO[stage])  # 4
                     groups = over_head(s_acc, self.K, rows, self.Q[following])  # 1; idle at the end
                     plgpu.wgmma_wait(groups)
-                    arrive(self.do_free.at[sd])
+                    arrive(self.do_free.at[stage])
                     plgpu.wgmma_wait(0)
                 else:
-                    to_head(dv_acc, p, self.dO[sd])
+                    to_head(dv_acc, p, self.dO[stage])
                     plgpu.wgmma_wait(0)
-                    arrive(self.do_free.at[sd])
+                    arrive(self.do_free.at[stage])
 
             return dv_acc[...]
 
@@ -381,18 +383,18 @@ class Block:
         self.clean_kv(self.V, 0, c.block_kv)
 
         def outer(dk_acc):
-            @pl.loop(i32(0), self.walk.total)
-            def _(j):
-                sq, sd = lax.rem(j, i32(c.stages_q)), lax.rem(j, i32(c.stages_do))
+            @self.walk.each
+            def _(j, at):
+                stage = lax.rem(j, i32(c.stages))
                 bb = lax.rem(j, i32(c.stages_ds))
-                wait(self.do_full.at[sd])
+                wait(self.do_full.at[stage])
                 if plan.empty_queries:
-                    wait(self.q_full.at[sq])
-                    self.clean_queries(i32(1), j, sq, sd)
+                    wait(self.q_full.at[stage])
+                    self.clean_queries(i32(1), at, stage)
 
                 def inner(p_acc):
-                    self.init_dp(p_acc, sd)
-                    over_head(p_acc, self.V, pl.ds(0, c.block_kv), self.dO[sd])  # 3
+                    self.init_dp(p_acc, stage)
+                    over_head(p_acc, self.V, pl.ds(0, c.block_kv), self.dO[stage])  # 3
                     return plgpu.wgmma_accumulator_load(p_acc, wait_n=0)
 
                 dp = pl.run_scoped(inner, plgpu.ACC(tile, F32))
@@ -401,8 +403,8 @@ class Block:
                 whole = []
                 if plan.scores.bias_gradient:
                     whole = [plgpu.load(self.p.at[bb], layout=WGMMA)]
-                ds = self.gradients(d, dp, sd, j, 0, whole)  # 5
-                arrive(self.do_free.at[sd])
+                ds = self.gradients(d, dp, stage, at, 0, whole)  # 5
+                arrive(self.do_free.at[stage])
                 arrive(self.d_free.at[bb])
 
                 @pl.when(j >= c.stages_ds)
@@ -413,10 +415,10 @@ class Block:
                 plgpu.commit_smem()
                 arrive(self.ds_full.at[bb])
                 if not plan.empty_queries:
-                    wait(self.q_full.at[sq])
-                to_head(dk_acc, ds, self.Q[sq])  # 6
+                    wait(self.q_full.at[stage])
+                to_head(dk_acc, ds, self.Q[stage])  # 6
                 plgpu.wgmma_wait(0)
-                arrive(self.q_free.at[sq])
+                arrive(self.q_free.at[stage])
 
             return dk_acc[...]
 
@@ -429,23 +431,27 @@ class Block:
         """The last warpgroup: loads, and step 7."""
         c, plan, total = self.c, self.plan, self.walk.total
         self.load_kv(True)
+        at = self.walk.start
 
         @pl.when(total > 0)
         def _():
-            self.load_q(i32(0), 0)
+            self.load_q(at, 0)
 
         self.load_kv(False)
 
         @pl.when(total > 0)
         def _():
-            self.load_do(i32(0), 0)
+            self.load_do(at, 0)
 
-        for load, stages in ((self.load_q, c.stages_q), (self.load_do, c.stages_do)):
-            for s in range(1, stages):
+        ahead = self.walk.after(at)
+        for s in range(1, c.stages):
 
-                @pl.when(s < total)
-                def _(load=load, s=s):
-                    load(i32(s), s)
+            @pl.when(s < total)
+            def _(ahead=ahead, s=s):
+                self.load_q(ahead, s)
+                self.load_do(ahead, s)
+
+            ahead = self.walk.after(ahead)
 
         wait(self.kv_full)
         pieces = [
@@ -454,9 +460,10 @@ class Block:
             for col in range(0, plan.padded_head_size, WIDTH)
         ]
 
-        @pl.loop(i32(0), total)
-        def _(j):
-            head, i, _ = self._step(j)
+        def step(j, carry):
+            g, i, *ahead = carry
+            ahead = tuple(ahead)
+            head = self.h * plan.group + g
             bb = lax.rem(j, i32(c.stages_ds))
             wait(self.ds_full.at[bb])
             if plan.deterministic:  # the blocks add from the last KV tile to the first
@@ -491,18 +498,17 @@ class Block:
                     plgpu.wait_smem_to_gmem(0)
                 plgpu.semaphore_signal(turn, 1, memory_scope="gpu")
 
-            @pl.when(j + c.stages_do < total)
+            @pl.when(j + c.stages < total)
             def _():
-                stage = lax.rem(j, i32(c.stages_do))
+                stage = lax.rem(j, i32(c.stages))
                 wait(self.do_free.at[stage])
-                self.load_do(j + c.stages_do, stage)
-
-            @pl.when(j + c.stages_q < total)
-            def _():
-                stage = lax.rem(j, i32(c.stages_q))
+                self.load_do(ahead, stage)
                 wait(self.q_free.at[stage])
-                self.load_q(j + c.stages_q, stage)
+                self.load_q(ahead, stage)
 
+            return *self.walk.after((g, i)), *self.walk.after(ahead)
+
+        lax.fori_loop(0, total, step, (*at, *ahead))
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -516,10 +522,10 @@ def scratch(plan: Plan, inputs: dict[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {
         "ks": Tile.scratch(plan, c.block_kv, head),
         "vs": Tile.scratch(plan, c.block_kv, value),
-        "qs": Tile.scratch(plan, c.block_q, head, c.stages_q),
-        "dos": Tile.scratch(plan, c.block_q, value, c.stages_do),
-        "nlse_s": SM((c.stages_q, c.block_q), F32),
-        "ndelta_s": SM((c.stages_do, c.block_q), F32),
+        "qs": Tile.scratch(plan, c.block_q, head, c.stages),
+        "dos": Tile.scratch(plan, c.block_q, value, c.stages),
+        "nlse_s": SM((c.stages, c.block_q), F32),
+        "ndelta_s": SM((c.stages, c.block_q), F32),
         "ds": SM((c.stages_ds, c.block_kv, c.block_q), dtype, transforms=TILED16),
     }
     if c.dq == "tma":
@@ -533,14 +539,14 @@ def scratch(plan: Plan, inputs: dict[str, Any]) -> dict[str, Any]:
     for name in keys:
         out[name + "_s"] = SM((c.block_kv,), inputs[name].dtype)
     for name in queries:
-        out[name + "_s"] = SM((c.stages_q, c.block_q), inputs[name].dtype)
+        out[name + "_s"] = SM((c.stages, c.block_q), inputs[name].dtype)
     writers = c.compute if c.design == "rows" else 1
     out |= {
         "kv_full": BR(num_arrivals=copies_q + copies_do + len(keys)),
-        "q_full": BR(num_arrivals=copies_q + 1 + len(queries), num_barriers=c.stages_q),
-        "do_full": BR(num_arrivals=copies_do + 1, num_barriers=c.stages_do),
-        "q_free": BR(num_arrivals=c.compute, num_barriers=c.stages_q),
-        "do_free": BR(num_arrivals=c.compute, num_barriers=c.stages_do),
+        "q_full": BR(num_arrivals=copies_q + 1 + len(queries), num_barriers=c.stages),
+        "do_full": BR(num_arrivals=copies_do + 1, num_barriers=c.stages),
+        "q_free": BR(num_arrivals=c.compute, num_barriers=c.stages),
+        "do_free": BR(num_arrivals=c.compute, num_barriers=c.stages),
         "ds_full": BR(num_arrivals=writers, num_barriers=c.stages_ds),
         "ds_free": BR(num_arrivals=1, num_barriers=c.stages_ds),
     }

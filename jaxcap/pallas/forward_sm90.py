@@ -11,13 +11,17 @@ TMA loads.
 
 Schedule of a consumer, tile j: while P(j-1) V(j-1) runs, P(j) is computed from S(j). The wait for a
 product stands at the top of the next step, behind a branch: before the branch ptxas would move it up in
-front of the arithmetic.
+front of the arithmetic. With `config.pv_first` nothing runs beside P: O += P(j-1) V(j-1) and S(j) are begun
+and awaited together, and P has the registers.
 
-Barriers. mbarriers: q_full, one completion; k_full[s], v_full[s], one a use of slot s; a TMA copy a
+Slots. K(j) and V(j-1), which a step needs together, share one: unit u of a tile of queries is K(u) and
+V(u-1), u = 0..count. Where the first has no V and the last no K, TMA fills up with zeros and reads nothing.
+
+Barriers. mbarriers: q_full, one completion; kv_full[s], one a use of slot s; a TMA copy a
 chunk arrives on them, every consumer waits for every completion. Named barriers (0..W+1
 belong to Mosaic GPU), 128 * (W + 1) threads each, but turns with 256:
-  FREE + s          K slot s is read:  the consumers arrive once a use, the producer syncs before
-  FREE + stages + s V slot s is read:  every use but a slot's first
+  FREE + s          slot s is read: the consumers arrive once a use, the producer syncs before
+                    every use but a slot's first
   W + 2 + w         (turns) warpgroup w syncs before it issues its products, the one before it arrives
                     after it issued its own; the last arrives on W + 2 once at the start, 0 syncs at the end
   Q_FREE + s        (persistent) Q slot s is read: the consumers arrive in the tile after, the
@@ -185,9 +189,9 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
     B, T, N, H = operands.query.shape
     _, S, K, V = operands.value.shape
     dtype = operands.query.dtype
-    W, keys, stages = config.warpgroups, config.keys, (config.k_stages, config.v_stages)
+    W, keys, stages = config.warpgroups, config.keys, config.stages
     rows, threads = 64 * W, 128 * (W + 1)
-    assert keys % 16 == 0 and FREE + sum(stages) <= 16
+    assert keys % 16 == 0 and FREE + stages <= 16
     turn = W + 2  # where the names of Mosaic GPU's own barriers end
     assert W == 2 or not (config.turns and config.persistent)  # three warpgroups' turns take Q_FREE
 
@@ -200,6 +204,8 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
     tabled = "order" in side
     banded = grid.low is not None or grid.high is not None
     own = tiles.Grid.of(spec, 64, keys) if banded and not tabled else None
+    # Whether a warpgroup of the last tile has no rows (with a band it has one step).
+    idle = own is None and -(-T // 64) % W > 0
     dynamic = "kv_lengths" in side or "query_lengths" in side
     masks = call.masks or tabled
     # Whether keys that nobody attends may lie in a tile that is visited.
@@ -235,9 +241,7 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
     # Where there is room, l is the sum of P as it is rounded; not with dropout, which comes after the sum.
     ones = config.ones and shift is not None and not spec.dropout_rate
     ones = ones and dtype == jnp.bfloat16 and V % wv == 0 and V <= 248
-    elements = (
-        q_slots * cq * rows * wq + stages[0] * cq * keys * wq + stages[1] * (cv + 1) * keys * wv
-    )
+    elements = q_slots * cq * rows * wq + stages * keys * (cq * wq + (cv + 1) * wv)
     elements += 0 if share or not staged else cv * rows * wv
     ones = ones and 2 * elements <= SHARED_MEMORY
     packed = lambda pair: ones and sc.uses_fma(pair, config.exp_packed)
@@ -248,10 +252,9 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
         given = {name: refs.pop(0) for name in names}
         out, lse, qs, ks, vs, *rest = refs
         os = rest.pop(0) if staged and not share else qs
-        q_full, k_full, v_full = rest
+        q_full, kv_full = rest
         wg, cta = lax.axis_index("wg"), lax.axis_index("x")
         none = wg * 0  # a zero that is no constant: slices may reach past the end of an array
-        k_slot, v_slot = (functools.partial(slot_of, slots=n) for n in stages)
         extras = Extras(
             *(given.get(name) for name in Extras._fields[:-1]),
             dropout=tuple(given["dropout_" + x] for x in ("rng", "batch", "head", "query", "key"))
@@ -308,8 +311,9 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
         @pl.when(wg < W)
         def consumer():
             plgpu.set_max_registers(config.register_split[0], action="increase")
-            free_k = lambda n: ins.named_barrier("arrive", FREE + k_slot(n), threads)
-            free_v = lambda n: ins.named_barrier("arrive", FREE + stages[0] + v_slot(n), threads)
+            wait = lambda slot: plgpu.barrier_wait(kv_full.at[slot])
+            free = lambda slot: ins.named_barrier("arrive", FREE + slot, threads)
+            following = lambda slot: jnp.where(slot == stages - 1, I32(0), slot + 1)
             my_turn = your_turn = lambda: None
             if config.turns:
                 after = lax.rem(wg + 1, I32(W))
@@ -328,129 +332,153 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
             if ones:
                 ins.write_ones(vs, cv, 2 * wv)
 
-            def tile(n, index, used):
-                """One tile of queries; `used`: KV slots used before it."""
+            def skip(_, slot):
+                wait(slot)
+                my_turn()
+                your_turn()
+                free(slot)
+                return following(slot)
+
+            def tile(n, index, slot):
+                """One tile of queries; `slot` of its first unit, then of the next tile's."""
                 work = Work(index)
                 begin, end, lead, full = work.own_steps()[2:]
                 count = work.steps.count
+                first = work.q_first + wg * 64
                 q_slot = lax.rem(n, I32(q_slots))
 
-                def clean(j):
+                def clean(j, slot):
                     """Rows of V that nobody attends may hold NaN: zero them."""
                     if not cleans:
                         return
-                    first, stop = attended(spec, work.q_stop, work.k_stop)
-                    extra = [ins.scalar(x) for x in (work.k_first(j), first, stop, work.b)]
+                    low, stop = attended(spec, work.q_stop, work.k_stop)
+                    extra = [ins.scalar(x) for x in (work.k_first(j), low, stop, work.b)]
                     if "live" in given:
                         extra.append((given["live"], plgpu.RefType()))
-                    slot = v_slot(used + j)
                     dirty = (j < lead) | (j >= full)
                     pl.when(dirty)(lambda: ins.zero_rows(vs, slot, dead_key, extra, 2 * wv, cv))
 
-                def skip(j, _):
-                    plgpu.barrier_wait(k_full.at[k_slot(used + j)])
-                    my_turn()
-                    your_turn()
-                    free_k(used + j)
-                    plgpu.barrier_wait(v_full.at[v_slot(used + j)])
-                    free_v(used + j)
-
                 def score(j, s, state, masked, limit: float | None = headroom):
-                    first = work.q_first + wg * 64
                     at = Tile(first, work.k_first(j), work.b, work.h, work.k_stop, work.q_stop)
                     return softmax(s, state, at, extras, call, config, shift, masked, limit)
 
-                # Where a slot begins is worked out a step ahead and carried: it is needed at once.
-                k_unit = lambda j: k_base + k_slot(used + j) * k_size
-                v_unit = lambda j: v_base + v_slot(used + j) * v_size
                 shapes = ((cq, rows, wq), (cq, keys, wq))
-                qk = lambda unit: ins.qk(q_tile, unit, *shapes, H, 2 * wq, dtype)
-                pv = lambda o, p, unit: ins.pv(o, p, unit, keys, 2 * wv, dtype)
-
-                # 1. S(begin) and P(begin).
-                plgpu.barrier_wait(q_full.at[q_slot])
                 q_tile = q_base + q_slot * q_size
-                if own is not None:
-                    lax.fori_loop(I32(0), begin, skip, None)
-                plgpu.barrier_wait(k_full.at[k_slot(used + begin)])
-                my_turn()
-                s = qk(k_unit(begin))
-                your_turn()
-                plgpu.wgmma_wait(0)
-                s = ins.settled(s)
-                free_k(used + begin)
-                if persistent:  # by now the store of the tile before has read its slot
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    free_q = lambda: ins.named_barrier("arrive", Q_FREE + 1 - q_slot, threads)
-                    pl.when(n > 0)(free_q)
-                state = () if ones else (filled((64,), ROW),)
-                if shift is None:
-                    state += (filled((64,), ROW, -jnp.inf), filled((64,), ROW))
-                p, state = score(begin, s, state, masks, None)
+                qk = lambda at: ins.qk(q_tile, k_base + at * k_size, *shapes, H, 2 * wq, dtype)
+                pv = lambda o, p, at: ins.pv(o, p, v_base + at * v_size, keys, 2 * wv, dtype)
 
-                # 2. S(j) beside O += P(j-1) V(j-1), then P(j) beside the latter.
-                def drain(j, p, o, state):
-                    """O += P(j-1) V(j-1) is done: its slot is free, O takes the new maximum's scale."""
-                    plgpu.wgmma_wait(0)
-                    pl.when(j > begin)(lambda: free_v(used + j - 1))
-                    if shift is None:
-                        o = (rescaled(ins.settled(*o), state[2]),)
-                    return ins.to_16bit(p, dtype, packed), o
+                def free_q():
+                    """The Q slot of the tile before: by now the store of its O has read it."""
+                    if persistent:
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        arrive = lambda: ins.named_barrier("arrive", Q_FREE + 1 - q_slot, threads)
+                        pl.when(n > 0)(arrive)
 
-                def step(j, carry, masked):
-                    p, o, state, (k_at, v_at) = carry
-                    p, o = drain(j - 1, p, o, state)
-                    plgpu.barrier_wait(k_full.at[k_slot(used + j)])
+                def computed(slot):
+                    # 1. S(begin) and P(begin).
+                    if own is not None:
+                        slot = lax.fori_loop(I32(0), begin, skip, slot)
+                    wait(slot)
                     my_turn()
-                    s = qk(k_at)
-                    plgpu.barrier_wait(v_full.at[v_slot(used + j - 1)])
-                    clean(j - 1)
-                    o = pv(o, p, v_at)
+                    s = qk(slot)
                     your_turn()
-                    plgpu.wgmma_wait(1)
+                    plgpu.wgmma_wait(0)
                     s = ins.settled(s)
-                    free_k(used + j)
-                    p, state = score(j, s, state, masked)
-                    return p, o, state, (k_unit(j + 1), v_unit(j))
+                    if config.pv_first:
+                        free(slot)
+                    free_q()
+                    state = () if ones else (filled((64,), ROW),)
+                    if shift is None:
+                        state += (filled((64,), ROW, -jnp.inf), filled((64,), ROW))
+                    p, state = score(begin, s, state, masks, None)
 
-                o = tuple(filled((64, n), ACC) for n in ((V, 8) if ones else (V,)))
-                carry = (p, o, state, (k_unit(begin + 1), v_unit(begin)))
-                at = begin + 1
-                parts = ((lead, lead_most - 1, True), (full, 1, False), (end, trail_most, True))
-                for stop, most, masked in parts:
-                    if most > 0:
-                        stop = jnp.clip(stop, at, end)
-                        one = functools.partial(step, masked=masked)
-                        carry = lax.fori_loop(at, stop, one, carry)
-                        at = stop
+                    # 2. S(j) beside O += P(j-1) V(j-1), then P(j) beside the latter.
+                    def ready(p, o, state, before, done):
+                        """P and O for the next product: the one in flight is `done`, its slot free."""
+                        if not config.pv_first:
+                            done()
+                            free(before)
+                            if shift is None:
+                                o = (rescaled(ins.settled(*o), state[2]),)
+                        return ins.to_16bit(p, dtype, packed), o
 
-                # 3. The last product, O / l and the log-sum-exp.
-                p, o, state, (_, v_at) = carry
-                p, o = drain(end - 1, p, o, state)
-                plgpu.barrier_wait(v_full.at[v_slot(used + end - 1)])
-                clean(end - 1)
-                o = pv(o, p, v_at)
-                plgpu.wgmma_wait(0)
-                o = ins.settled(*o)
-                if ones:
-                    o, *sums = o
-                    state = tuple(sums)
-                free_v(used + end - 1)
-                if own is not None:
-                    lax.fori_loop(end, count, skip, None)
-                first = work.q_first + wg * 64
-                where = Tile(first, I32(0), work.b, work.h, work.k_stop, work.q_stop)
-                sinks = given.get("sinks")
-                o = finished(o, state, lse, sinks, where, call, shift, spec.result_dtype)
-                if not staged:
-                    wide.store_rows(o, out, work.b, first, work.h, ACC)
-                    return used + count
-                ins.store_rows(o, os, q_slot, wg * 64, 2 * wv)
-                plgpu.commit_smem()
-                for c in range(cv):
-                    at = out.at[work.b, pl.ds(first, 64), work.h, pl.ds(none + c * wv, wv)]
-                    plgpu.copy_smem_to_gmem(os.at[q_slot, c, pl.ds(wg * 64, 64)], at)
-                return used + count
+                    def step(j, carry, masked):
+                        p, o, state, (before, now) = carry
+                        if config.pv_first:  # unlike 3., for LLVM would make one of what is alike
+                            wait(now)
+                        p, o = ready(p, o, state, before, lambda: plgpu.wgmma_wait(0))
+                        if config.pv_first:
+                            clean(j - 1, now)
+                            my_turn()
+                            o = pv(o, p, now)
+                            s = qk(now)
+                            your_turn()
+                            plgpu.wgmma_wait(0)
+                            s, *o = ins.settled(s, *o)
+                            free(now)
+                        else:
+                            wait(now)
+                            my_turn()
+                            s = qk(now)
+                            clean(j - 1, now)
+                            o = pv(o, p, now)
+                            your_turn()
+                            plgpu.wgmma_wait(1)
+                            s = ins.settled(s)
+                        p, state = score(j, s, state, masked)
+                        if config.pv_first and shift is None:
+                            o = [rescaled(o[0], state[2])]
+                        return p, tuple(o), state, (now, following(now))
+
+                    o = tuple(filled((64, n), ACC) for n in ((V, 8) if ones else (V,)))
+                    carry = (p, o, state, (slot, following(slot)))
+                    at = begin + 1
+                    parts = ((lead, lead_most - 1, True), (full, 1, False), (end, trail_most, True))
+                    for stop, most, masked in parts:
+                        if most > 0:
+                            stop = jnp.clip(stop, at, end)
+                            one = functools.partial(step, masked=masked)
+                            carry = lax.fori_loop(at, stop, one, carry)
+                            at = stop
+
+                    # 3. The last product, O / l and the log-sum-exp.
+                    p, o, state, (before, now) = carry
+                    p, o = ready(p, o, state, before, ins.last_wait)
+                    wait(now)
+                    clean(end - 1, now)
+                    o = pv(o, p, now)
+                    plgpu.wgmma_wait(0)
+                    o = ins.settled(*o)
+                    if ones:
+                        o, *sums = o
+                        state = tuple(sums)
+                    free(now)
+                    slot = following(now)
+                    if own is not None:
+                        slot = lax.fori_loop(end, count, skip, slot)
+                    where = Tile(first, I32(0), work.b, work.h, work.k_stop, work.q_stop)
+                    sinks = given.get("sinks")
+                    o = finished(o, state, lse, sinks, where, call, shift, spec.result_dtype)
+                    if not staged:
+                        wide.store_rows(o, out, work.b, first, work.h, ACC)
+                        return slot
+                    ins.store_rows(o, os, q_slot, wg * 64, 2 * wv)
+                    plgpu.commit_smem()
+                    for c in range(cv):
+                        at = out.at[work.b, pl.ds(first, 64), work.h, pl.ds(none + c * wv, wv)]
+                        plgpu.copy_smem_to_gmem(os.at[q_slot, c, pl.ds(wg * 64, 64)], at)
+                    return slot
+
+                def passed(slot):
+                    """What others wait for, where no row is there."""
+                    free_q()
+                    slot = lax.fori_loop(I32(0), count, skip, slot)
+                    wait(slot)
+                    free(slot)
+                    return following(slot)
+
+                plgpu.barrier_wait(q_full.at[q_slot])
+                return lax.cond(first < T, computed, passed, slot) if idle else computed(slot)
 
             for_each_tile(tile, I32(0))
             if config.turns:
@@ -472,22 +500,24 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                     at = q.at[work.b, pl.ds(work.q_first, rows), work.h, pl.ds(none + c * wq, wq)]
                     plgpu.copy_gmem_to_smem(at, qs.at[q_slot, c], q_full.at[q_slot])
 
-                @pl.loop(I32(0), work.steps.count)
-                def _(j):
-                    first, m = work.k_first(j), used + j
-                    for x, smem, full, slot, most, base, chunks, width in (
-                        (k, ks, k_full, k_slot(m), stages[0], FREE, cq, wq),
-                        (v, vs, v_full, v_slot(m), stages[1], FREE + stages[0], cv, wv),
+                @pl.loop(I32(0), work.steps.count + 1)
+                def _(u):
+                    last, slot = work.steps.count - 1, lax.rem(used + u, I32(stages))
+                    wait = functools.partial(ins.named_barrier, "sync", FREE + slot, threads)
+                    pl.when(used + u >= stages)(wait)
+                    k_first = jnp.where(u <= last, work.k_first(lax.min(u, last)), S)
+                    v_first = jnp.where(u > 0, work.k_first(lax.max(u - 1, I32(0))), S)
+                    for x, smem, first, chunks, width in (
+                        (k, ks, k_first, cq, wq),
+                        (v, vs, v_first, cv, wv),
                     ):
-                        wait = functools.partial(ins.named_barrier, "sync", base + slot, threads)
-                        pl.when(m >= most)(wait)
                         for c in range(chunks):
                             at = x.at[
                                 work.b, pl.ds(first, keys), hk, pl.ds(none + c * width, width)
                             ]
-                            plgpu.copy_gmem_to_smem(at, smem.at[slot, c], full.at[slot])
+                            plgpu.copy_gmem_to_smem(at, smem.at[slot, c], kv_full.at[slot])
 
-                return used + work.steps.count
+                return used + work.steps.count + 1
 
             for_each_tile(tile, I32(0))
 
@@ -516,23 +546,17 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
         thread_name="wg",
         scratch_types=[
             buffer(q_slots, cq, rows, wq),
-            buffer(stages[0], cq, keys, wq),
-            buffer(stages[1], cv + ones, keys, wv),
+            buffer(stages, cq, keys, wq),
+            buffer(stages, cv + ones, keys, wv),
             *([buffer(1, cv, rows, wv)] if staged and not share else []),
             plgpu.Barrier(num_arrivals=cq, num_barriers=q_slots),
-            plgpu.Barrier(num_arrivals=cq, num_barriers=stages[0]),
-            plgpu.Barrier(num_arrivals=cv, num_barriers=stages[1]),
+            plgpu.Barrier(num_arrivals=cq + cv, num_barriers=stages),
         ],
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
     )
     return tuple(call_kernel(operands.query, operands.key, operands.value, *side.values()))
-
-
-def slot_of(n: Any, slots: int) -> Any:
-    """n % slots of n >= 0, in as few instructions as can be."""
-    return n & (slots - 1) if slots & (slots - 1) == 0 else lax.rem(n, I32(slots))
 
 
 def multiprocessors() -> int:

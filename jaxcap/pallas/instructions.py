@@ -237,6 +237,17 @@ def pv(acc: tuple, p: Any, v_unit: Any, rows: int, swizzle: int, dtype: Any) -> 
     return inline(body, arguments, returns)
 
 
+def last_wait() -> None:
+    """`plgpu.wgmma_wait(0)` in other words, for behind a loop that waits at the top of its steps: LLVM would
+    make one of both waits, which ptxas then moves up into the arithmetic at the end of a step."""
+
+    def body(ctx):
+        del ctx
+        asm(void(), [], "wgmma.wait_group.sync.aligned 0; // last", "", True)
+
+    inline(body, [])
+
+
 def settled(*arrays: Any) -> Any:
     """The accumulators after a wait: no arithmetic on them may move in front of it."""
 

@@ -114,7 +114,7 @@ def _bounded(
             p += sc.masked_pair(pair, [keep(*at), keep(*order[n + 1])])
             continue
         if l and sc.uses_fma(n, config.exp_fma):
-            value = sc.exp2_fma(t, factor, shift, config.exp_degree)
+            value = sc.exp2_fma(t, factor, shift, degree=3)
         elif shift:
             value = sc.exp2(sc.fma(t, const(factor), const(float(-shift))))
         else:
