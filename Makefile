@@ -41,7 +41,7 @@ test: setup-to-compile
 lint: setup
 	$(PYTHON) tools/check.py lint $(if $(JAXCAP_PYTHON),--as-is)
 
-# Thousands of random specs a test instead of a few hundred.
+# Thousands of random draws instead of some 200, and every kind of context parallelism for every case.
 fuzz: setup
 	HYPOTHESIS_PROFILE=thousands $(PYTHON) tools/check.py tests $(if $(JAXCAP_PYTHON),--as-is) -- -m fuzz $(ARGS)
 

@@ -172,7 +172,32 @@ def check(case: cases.Case, setting: Setting, dtype: str = "float32", **options:
     measured = attend(inputs, setting, **options)
     found = conformance.wrong_dtypes(measured, inputs)
     found += conformance.complaints(measured, wanted)
-    assert not found, "\n".join([str(setting), *found])
+    places = whereabouts(found, measured, wanted)
+    assert not found, "\n".join([f"{setting}, {dtype}", *found, *places])
+
+
+def whereabouts(
+    found: list[str], measured: dict[str, Any], wanted: conformance.Expected, parts: int = 8
+) -> list[str]:
+    """Of the results complained of the worst entry and, along the tokens, norms of `parts` stretches of the
+    error."""
+    lines = []
+    for name in dict.fromkeys(complaint.split(":")[0] for complaint in found):
+        exact = wanted.exact[name]
+        if np.shape(measured[name]) != exact.shape:
+            continue
+        error = np.abs(conformance.error_of(measured[name], exact))
+        worst = np.unravel_index(np.argmax(np.nan_to_num(error, nan=np.inf)), error.shape)
+        value = np.asarray(measured[name])[worst].astype(np.float64)
+        line = f"{name}{list(map(int, worst))}: got {value:.6g}, expected {exact[worst]:.6g}"
+        if bad := np.isnan(error).sum():
+            line += f"; {bad} of {error.size} not comparable"
+        for axis in TOKENS.get(name, ()):
+            if exact.shape[axis] >= parts:
+                norms = [np.linalg.norm(x) for x in np.array_split(error, parts, axis)]
+                line += f"; along axis {axis}: {' '.join(f'{x:.2g}' for x in norms)}"
+        lines.append(line)
+    return lines
 
 
 def normal(*shape: int, seed: int = 0) -> Any:

@@ -17,7 +17,7 @@ from jaxcap import selection
 from jaxcap.spec import AttentionSpec, Operands
 from jaxcap.torch_bridge import fa2, fa3, fa4, probe
 from jaxcap.torch_bridge.backend import FlashAttention
-from tests import cases, conformance, flash_fakes
+from tests import cases, conformance, flash_fakes, sharded
 
 CPU = ("cpu",)
 BACKENDS = {
@@ -313,6 +313,14 @@ def test_part_of_a_longer_call(offset):
     alike(found[0], expected[0])
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-5)
     alike(found[2:], expected[2:])
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_context_parallel(backend):
+    """The hops of a ring, each given the residual of all keys, against one device."""
+    case = cases.Case("hops", query_length=32, key_length=32, is_causal=True, sinks=True)
+    sharded.program.cache_clear()  # a backend of this name may be another than before
+    sharded.check(case, sharded.Setting("ring", "zigzag", (2,), "auto", backend), "bfloat16")
 
 
 @pytest.mark.usefixtures("library")

@@ -126,8 +126,8 @@ def test_it_makes_its_own_devices():
 
 
 @pytest.mark.multigpu(2)
-def test_losses_on_two_gpus():
-    """In float32, so with the backends that are exact, then in bfloat16 with what selection picks."""
-    for dtype, length in (("float32", "512"), ("bfloat16", "4096")):
-        words = ["--devices", "2", "--data", "1", "--steps", "3", "--dtype", dtype]
-        assert example.main([*words, "--length", length]) == 0
+@pytest.mark.parametrize(("dtype", "length"), [("bfloat16", "4096"), ("float32", "512")])
+def test_losses_on_two_gpus(dtype, length):
+    """In float32 with a backend that is exact, in bfloat16 with what selection picks."""
+    words = ["--devices", "2", "--data", "1", "--steps", "3", "--dtype", dtype]
+    assert example.main([*words, "--length", length]) == 0

@@ -154,7 +154,9 @@ def test_an_interpreter_as_it_is_gets_no_set_up():
     assert "python9 tools/check.py lint tests --as-is" in as_is
 
 
-def test_readme_examples_run():
+def test_readme_examples_run(monkeypatch):
+    flags = os.environ.get("XLA_FLAGS", "")
+    monkeypatch.setenv("XLA_FLAGS", re.sub(r"device_count=\d+", "device_count=2", flags))
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(blocks) >= 2
     assert "blockwise" in run(sys.executable, "-W", "error", "-c", "\n".join(blocks))

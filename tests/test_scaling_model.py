@@ -15,6 +15,7 @@ from benchmarks import (
     scaling,
     scaling_docs,
     scaling_hardware,
+    scaling_links,
     scaling_measured,
     scaling_report,
     scaling_silence,
@@ -212,6 +213,13 @@ def test_links_are_fitted_to_collectives():
     for name, link in truth.items():
         assert found[name].rate == pytest.approx(link.rate, rel=1e-6)
         assert found[name].step == pytest.approx(link.step, rel=1e-6)
+
+
+def test_links_are_measured(tmp_path):
+    rows = list(scaling_links.measure(2, str(tmp_path / "lock"), (2**12,)))
+    found = {row["collective"]: row["us"] for row in rows}
+    assert set(found) == {"permute", "gather", "scatter", "exchange"}
+    assert min(found.values()) > 0
 
 
 # Predictions.
@@ -467,19 +475,13 @@ def test_command(tmp_path, capsys):
     path = tmp_path / "scaling.json"
     words = ["--platform", "cpu", "--tokens", "32", "--devices", "2", "--kinds", "ring"]
     words += ["--masks", "causal", "--passes", "forward", "--layouts", "zigzag", "--seconds", "0"]
-    words += ["--json", str(path), "--workers", "2", "--no-training"]
+    words += ["--json", str(path), "--workers", "2", "--no-training", "--no-links"]
     assert scaling.main(words) == 0
     document = json.loads(path.read_text())
     assert [(row["silent"], "error" in row) for row in sorted(document["rows"], key=str)] == [
         (False, False),
         (True, False),
     ]
-    assert {link["collective"] for link in document["links"]} == {
-        "permute",
-        "gather",
-        "scatter",
-        "exchange",
-    }
     assert document["left"] == []
     assert document["versions"]["jax"] == jax.__version__
     assert "| 2 | ring | zigzag |" in capsys.readouterr().out

@@ -94,28 +94,19 @@ def test_dropout_counts_over_other_axes():
     mesh, (q, k, v) = mesh_of(), qkv()
     options = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(1)}
     want = plain.quick_jit(functools.partial(gradients, **options))(q, k, v)
-    cp = parallel(mesh, batch_axes="data", head_axis="model")
-    got = plain.quick_jit(functools.partial(gradients, cp=cp, **options))(*reordered(q, k, v))
-    same(restored(got), want)
+    axes = {"batch_axes": "data", "head_axis": "model"}
+    cp = parallel(mesh, kind="all_gather", load_balance="contiguous", **axes)
+    got = plain.quick_jit(functools.partial(gradients, cp=cp, **options))(q, k, v)
+    same(got, want)
 
     def local(q, k, v):
-        return sharding.ring_attention(
-            q,
-            k,
-            v,
-            axis_name="context",
-            load_balance="zigzag",
-            batch_axes="data",
-            head_axis="model",
-            softcap=CAP,
-            is_causal=True,
-            **options,
-        )
+        run = functools.partial(sharding.all_gather_attention, axis_name="context", **axes)
+        return run(q, k, v, softcap=CAP, is_causal=True, **options)
 
     spec = P("data", "context", "model")
     mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
-    got = plain.quick_jit(mapped)(*reordered(q, k, v))
-    same(restored(got), plain.quick_jit(functools.partial(attend, **options))(q, k, v))
+    got = plain.quick_jit(mapped)(q, k, v)
+    same(got, plain.quick_jit(functools.partial(attend, **options))(q, k, v))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
@@ -162,15 +153,21 @@ def test_in_a_shard_map_over_another_axis():
     same(restored(got), plain.quick_jit(attend)(*qkv()))
 
 
-def test_vmap():
-    cp = parallel(mesh_of(shape=(1, SIZE, 1)))
+@pytest.mark.parametrize(
+    ("kind", "load_balance", "options"),
+    [
+        ("ring", "zigzag", {}),
+        ("all_gather", "contiguous", {"dropout_rate": 0.3, "dropout_rng": jax.random.key(1)}),
+    ],
+)
+def test_vmap(kind, load_balance, options):
+    cp = parallel(mesh_of(shape=(1, SIZE, 1)), kind=kind, load_balance=load_balance)
     q, k, v = (jnp.stack([x, 2 * x]) for x in qkv(batch=2))
-    options = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(1)}
     run = jax.vmap(functools.partial(gradients, **options))
     want = plain.quick_jit(run)(q, k, v)
-    moved = [jaxcap.reorder_for_load_balance(x, SIZE, axis=2) for x in (q, k, v)]
+    moved = [jaxcap.reorder_for_load_balance(x, SIZE, load_balance, axis=2) for x in (q, k, v)]
     got = plain.quick_jit(jax.vmap(functools.partial(gradients, cp=cp, **options)))(*moved)
-    same(tuple(jaxcap.restore_order(x, SIZE, axis=2) for x in got), want)
+    same(tuple(jaxcap.restore_order(x, SIZE, load_balance, axis=2) for x in got), want)
 
 
 def test_scan_and_remat():

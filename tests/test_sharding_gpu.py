@@ -4,13 +4,17 @@ One device can stand in for several: under `jax.vmap` with an axis name each sha
 collectives are rearrangements of it, and every piece is computed.
 """
 
+import contextlib
 import dataclasses
 import functools
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import jaxcap
 from tests import cases, conformance, plain, sharded
 
 SIZES = {"query_length": 512, "key_length": 512, "head_size": 64, "value_size": 64}
@@ -37,6 +41,8 @@ CASES = (
     case("gpu_mask", mask="BTS"),
     case("gpu_dropout", dropout_rate=0.3, is_causal=True),
     case("gpu_value_wider", value_size=128, is_causal=True),
+    case("gpu_cross", key_length=1024, is_causal=True),
+    case("gpu_one_key_head", kv_heads=1, is_causal=True),  # for two devices
 )
 BY_NAME = {c.name: c for c in CASES}
 KINDS = (
@@ -45,9 +51,13 @@ KINDS = (
     ("ring", "contiguous"),
     ("all_gather", "zigzag"),
     ("all_gather", "striped"),
+    ("all_gather", "contiguous"),
     ("all_to_all", "contiguous"),
     ("all_to_all", "zigzag"),
+    ("all_to_all", "striped"),
 )
+LAYOUTS = ("zigzag", "striped", "contiguous")
+ROUTES = ("auto", "shard_map", "explicit", "unchecked")
 
 
 def kernels() -> str | None:
@@ -61,20 +71,87 @@ def kernels() -> str | None:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_equals_one_device(case, kind):
     index = CASES.index(case) + KINDS.index(kind)
-    route = ("auto", "shard_map", "explicit", "unchecked")[index % 4]
     dtype = ("bfloat16", "float16")[index % 2]
-    sharded.check(case, sharded.Setting(*kind, (2,), route, kernels()), dtype)
+    sharded.check(case, sharded.Setting(*kind, (2,), ROUTES[index % 4], kernels()), dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.multigpu(2)
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["ring", "exchange"])
-@pytest.mark.parametrize("name", ["gpu_window", "gpu_sinks", "gpu_bias", "gpu_dropout"])
-def test_hybrid_on_two(name, sizes):
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_hybrid_on_two(case, sizes):
     """An axis of each size; the four that a real one needs are under `jax.vmap` below."""
-    route = ("auto", "shard_map")[sizes[0] - 1]
-    setting = sharded.Setting("hybrid", "zigzag", sizes, route, kernels())
-    sharded.check(BY_NAME[name], setting, "bfloat16")
+    index = CASES.index(case)
+    setting = sharded.Setting("hybrid", LAYOUTS[index % 3], sizes, ROUTES[index % 4], kernels())
+    sharded.check(case, setting, ("bfloat16", "float16")[index // 4 % 2])
+
+
+@pytest.mark.gpu
+@pytest.mark.multigpu(2)
+@pytest.mark.parametrize("kind", ["ring", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("name", ["gpu_bias", "gpu_mask"])
+def test_split_by_columns(name, kind):
+    """A bias or mask split along its keys, in the user's own shard_map."""
+    setting = sharded.Setting(kind, "zigzag", (2,), "shard_map", kernels())
+    sharded.check(BY_NAME[name], setting, "bfloat16", columns=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.multigpu(2)
+@pytest.mark.parametrize("route", ["auto", "explicit"])
+@pytest.mark.parametrize(
+    "sizes", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=["data", "context", "model"]
+)
+def test_beside_data_and_model_axes(sizes, route):
+    """Under jit, with dropout, which counts on over them."""
+    kind = AxisType.Explicit if route == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh(sizes, ("data", "context", "model"), (kind,) * 3)
+    cp = jaxcap.ContextParallel(
+        kind="ring", load_balance="zigzag", batch_axes="data", head_axis="model", mesh=mesh
+    )
+    wanted = conformance.expected(BY_NAME["gpu_dropout"], "bfloat16")
+    wanted = conformance.allowed_of(wanted, kernels() or "xla", "bfloat16")
+    inputs, place = wanted.inputs, NamedSharding(mesh, P("data", "context", "model"))
+
+    def moved(x, move):
+        return move(np.asarray(x), sizes[1])
+
+    def run(operands, d_out, d_lse):
+        def call(operands):
+            return jaxcap.dot_product_attention(
+                **operands,
+                **inputs.static,
+                dropout_rng=jax.random.key(inputs.dropout_seed),
+                return_residual=True,
+                implementation=kernels(),
+                context_parallel=cp,
+            )
+
+        (out, lse), pullback = jax.vjp(call, operands)
+        return {"out": out, "lse": lse, **pullback((d_out, d_lse))[0]}
+
+    arrays = inputs.operands, inputs.d_out, inputs.d_lse
+    arrays = jax.tree.map(
+        lambda x: jax.device_put(moved(x, jaxcap.reorder_for_load_balance), place), arrays
+    )
+    with jax.set_mesh(mesh) if route == "explicit" else contextlib.nullcontext():
+        results = jax.jit(run)(*arrays)
+    measured = {n: moved(x, jaxcap.restore_order) for n, x in results.items()}
+    found = conformance.complaints(measured, wanted)
+    assert not found, "\n".join([*found, *sharded.whereabouts(found, measured, wanted)])
+
+
+@pytest.mark.gpu
+@pytest.mark.multigpu(2)
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[5], KINDS[6]], ids="-".join)
+@pytest.mark.parametrize("backend", ["fa2", "fa3", "fa4"])
+def test_flash_attention_inside(backend, kind):
+    """Where it is installed, and has a backward."""
+    q = jax.ShapeDtypeStruct((2, 512, 4, 64), "bfloat16")
+    plan = jaxcap.explain(q, q, q, softcap=50.0, is_causal=True, implementation=backend)
+    if why := plan.training.reasons[backend]:
+        pytest.skip("; ".join(why))
+    sharded.check(BY_NAME["gpu_causal"], sharded.Setting(*kind, (2,), "auto", backend), "bfloat16")
 
 
 def shards(setting, name, x):

@@ -27,7 +27,7 @@ def loss(q, k, v, **keywords):
     return jnp.sum(out.astype(jnp.float32) ** 2)
 
 
-def compiled(setting, per_device, *, grad, **keywords):
+def lowered(setting, per_device, *, grad, **keywords):
     """A program on shapes alone, on P = product of the setting's sizes devices."""
     mesh = setting.mesh
     length = per_device * mesh.size
@@ -38,7 +38,11 @@ def compiled(setting, per_device, *, grad, **keywords):
         loss, context_parallel=cp, implementation=setting.backend, **keywords
     )
     function = jax.grad(function, (0, 1, 2)) if grad else function
-    return plain.quick_jit(function).lower(x, x, x).compile()
+    return plain.quick_jit(function).lower(x, x, x)
+
+
+def compiled(setting, per_device, **options):
+    return lowered(setting, per_device, **options).compile()
 
 
 def permutes(program):
@@ -205,10 +209,9 @@ def test_long_rings_are_loops(load_balance, monkeypatch):
     plain.forget_programs()
     sharded.program.cache_clear()
     sharded.check(case, sharded.Setting("ring", load_balance, (8,), "shard_map"))
-    program = compiled(sharded.Setting("ring", load_balance, (8,)), 16, grad=True, is_causal=True)
-    assert (
-        permutes(program) <= 4 + 8
-    )  # before, in and after a loop, not one a hop; with ids or positions
+    program = lowered(sharded.Setting("ring", load_balance, (8,)), 16, grad=True, is_causal=True)
+    # Before, in and after a loop, not one a hop; with ids or positions.
+    assert 4 <= program.as_text().count("stablehlo.collective_permute") <= 4 + 8
     plain.forget_programs()
     sharded.program.cache_clear()
 
@@ -251,11 +254,10 @@ def test_pallas_inside(hopper, setting, options, count):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_pallas_inside_a_users_shard_map(hopper, check_vma):
-    setting = sharded.Setting("ring", "zigzag", (4,))
+    setting = sharded.Setting("ring", "contiguous", (4,))
     run = functools.partial(
         sharding.ring_attention,
         axis_name="context",
-        load_balance="zigzag",
         softcap=50.0,
         is_causal=True,
         dropout_rate=0.1,
@@ -279,7 +281,7 @@ def test_two_processes():
         port = free.getsockname()[1]
     environment = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0",
         "JAX_PLATFORMS": "cpu",
     }
     worker = [sys.executable, "-m", "tests.distributed_worker", str(port)]
@@ -321,7 +323,7 @@ def test_other_sizes(size, kind):
 
 def test_the_same_entries_are_dropped():
     """The zeros of the probabilities, which an identity as value shows, are those of one device."""
-    length = 32
+    length = 16
     case = cases.Case(
         "drops",
         query_length=length,
@@ -336,11 +338,19 @@ def test_the_same_entries_are_dropped():
     one = conformance.attend(inputs, "xla")["out"]
     dropped = np.asarray(one) == 0
     assert 0.3 < dropped.mean() < 0.5
+    arguments = {n: x for n, x in conformance.arguments(inputs).items() if x is not None}
+    operands = {n: arguments.pop(n) for n in inputs.operands}
     for setting in (
         sharded.Setting("ring", "zigzag", (2,)),
-        sharded.Setting("all_gather", "striped", (4,), "shard_map"),
+        sharded.Setting("all_gather", "striped", (4,)),
         sharded.Setting("all_to_all", "zigzag", (2,)),
         sharded.Setting("hybrid", "striped", (2, 2)),
     ):
-        out = sharded.attend(inputs, setting)["out"]
-        np.testing.assert_array_equal(out == 0, dropped)
+        attend = functools.partial(
+            jaxcap.dot_product_attention,
+            **arguments,
+            context_parallel=setting.context_parallel(),
+            implementation="blockwise",
+        )
+        out = plain.quick_jit(attend)(**setting.reordered(operands))
+        np.testing.assert_array_equal(setting.restored({"out": out})["out"] == 0, dropped)

@@ -56,7 +56,13 @@ def test_equals_each_alone(name, cu_q, cu_k, alignment, window):
 def test_a_bound_past_the_tokens_is_their_end():
     q, k = jax.random.normal(jax.random.key(0), (2, 9, 2, 8))
     run = functools.partial(
-        jaxcap.varlen_attention, q, k, k, softcap=2.0, is_causal=True, causal_alignment="bottom_right"
+        jaxcap.varlen_attention,
+        q,
+        k,
+        k,
+        softcap=2.0,
+        is_causal=True,
+        causal_alignment="bottom_right",
     )
     inside = run(jnp.array([0, 4, 9]), jnp.array([0, 5, 9]))
     np.testing.assert_array_equal(run(jnp.array([-3, 4, 20]), jnp.array([0, 5, 90])), inside)
