@@ -205,7 +205,7 @@ def backward(
 ) -> Gradients:
     """Gradients of one call on one device. `reasons(spec)` is empty.
 
-    Memory beyond inputs, outputs and lse: dQ in float32 and two float32 row vectors, [B, N, T] each.
+    Memory beyond inputs, outputs and lse: dQ in float32 and one float32 row vector, [B, N, T].
     """
     from jax.experimental import pallas as pl
 
