@@ -131,9 +131,13 @@ def test_compiles_for_sm90_without_spills(group):
     compile_sm90.required()
     found = []
     for name, report in compile_sm90.reports("tests.test_pallas_forward", group):
-        allowed = PROGRAMS[name][1]
-        if report.kernels != 1 or report.serialised or report.spill_stores > allowed:
-            found.append(f"{name}: {report}, {allowed} bytes of spills allowed")
+        spec, allowed = PROGRAMS[name]
+        most = 65536 // (128 * (config.forward_config(spec).warpgroups + 1)) // 8 * 8
+        fits = 0 < report.registers <= most
+        if report.kernels != 1 or report.serialised or report.spill_stores > allowed or not fits:
+            found.append(
+                f"{name}: {report}, {allowed} bytes of spills and {most} registers allowed"
+            )
     assert not found, "\n".join(found)
 
 

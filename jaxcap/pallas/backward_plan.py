@@ -127,7 +127,8 @@ class Walk:
         self.plan, self.n = plan, n
         bm, bn = plan.config.block_q, plan.config.block_kv
         if plan.table:
-            spans = [refs["spans"][b, n, x] for x in range(4)]
+            # + 0: what is read varies over a mesh's axes, what is computed here does not, for JAX's types.
+            spans = [refs["spans"][b, n, x] + 0 for x in range(4)]
             self.first, self.end, self.full_from, self.full_to = spans
         else:
             low, high = plan.scores.band
