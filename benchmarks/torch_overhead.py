@@ -68,6 +68,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=200)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU that PyTorch sees, and there is none")
     q, k, v = (torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     print(f"{'microseconds of a call':40s} no_grad  forward  forward+backward")

@@ -91,6 +91,8 @@ def main() -> None:
         "--full", action="store_true", help="no windows: half the kernels to compile"
     )
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU that PyTorch sees, and there is none")
     if "jaxcap" in options.only:
         torch_bridge.register_with_transformers()
     print(

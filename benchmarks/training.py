@@ -9,6 +9,7 @@ printed, with its spread.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import json
 import os
@@ -80,18 +81,18 @@ def main(arguments: list[str] | None = None) -> None:
         )
     sizes = {} if flags.layers is None else {"layers": flags.layers}
     text = data.load(flags.data)
-    prepared: dict[tuple[int, int], dict[str, Callable]] = {}
-    with turn(flags.lock, alone=False):
+    prepared: dict[tuple[int, int], dict[str, concurrent.futures.Future]] = {}
+    with turn(flags.lock, alone=False), concurrent.futures.ThreadPoolExecutor() as pool:
         for shape in flags.batches.split(","):
             batch, length = map(int, shape.split("x"))
-            prepared[batch, length] = {
-                f"{backend}, {'capped' if capped else 'without a cap'}": runner(
-                    settings(text, backend, capped, batch, length, **sizes), text
-                )
-                for backend, capped in variants
-            }
+            chosen = [settings(text, *v, batch, length, **sizes) for v in variants]
+            names = (f"{name}, {'capped' if cap else 'without a cap'}" for name, cap in variants)
+            # XLA compiles them side by side.
+            started = (pool.submit(runner, x, text) for x in chosen)
+            prepared[batch, length] = dict(zip(names, started, strict=True))
     rows = []
-    for (batch, length), runners in prepared.items():
+    for (batch, length), ready in prepared.items():
+        runners = {name: program.result() for name, program in ready.items()}
         with turn(flags.lock):
             times = by_turns(runners, flags.rounds, flags.burst)
         print(f"{batch} x {length} bytes a step:")

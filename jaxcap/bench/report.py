@@ -13,6 +13,9 @@ from jaxcap.bench.measure import PASSES, Row
 _PACKAGES = ("jaxcap", "jax", "jaxlib", "torch", "triton", "tokamax")
 _FLASH = ("flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4", "nvidia-cutlass-dsl")
 
+#: Those have the same colours in every picture.
+_COLOURED = ("jaxcap-pallas", "jax-cudnn", "fa3-fwd", "fa4", "tokamax", "fa2")
+
 
 def versions() -> dict[str, str]:
     """Of what took part, the GPU's name among them."""
@@ -83,7 +86,7 @@ def picture(rows: Sequence[Row], path: pathlib.Path, title: str) -> None:
     rows = [row for row in rows if row.tflops]
     shown = [passes for passes in PASSES if any(row.passes == passes for row in rows)]
     names = sorted({row.implementation for row in rows}, key=lambda name: (" plain" in name, name))
-    bases = list(dict.fromkeys(base(row) for row in rows))
+    bases = list(dict.fromkeys([*_COLOURED, *(base(row) for row in rows)]))
     figure = Figure(figsize=(12, 3.6 * len(shown) + 1), layout="constrained")
     axes = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
     bars: dict[str, Any] = {}
