@@ -16,6 +16,7 @@ from jaxcap.pallas import backward, backward_tables
 from jaxcap.pallas.backend import BACKEND
 from jaxcap.spec import AttentionSpec, Operands
 from tests import cases, compile_sm90, conformance
+from tests.test_pallas_forward import operand_shapes
 
 CASES = [case for case in cases.CASES if case.name not in ("layer_scale", "layer_scale_uncapped")]
 BY_ID = {"ids": lambda case: case.name}
@@ -80,7 +81,7 @@ def test_deterministic_blocks_wait_for_earlier_ones_only(monkeypatch):
     pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
     from jaxcap.pallas import backward_sm90
 
-    plan = backward.make_plan(call(1000, 128, batch=3, query_heads=8, deterministic=True)[0])
+    plan = backward.make_plan(call(1000, 128, batch=3, query_heads=8, deterministic=True))
     ends = np.random.default_rng(0).integers(0, plan.q_tiles + 1, (3, plan.kv_tiles, 2))
     spans = jnp.asarray(np.sort(np.concatenate([ends, ends], -1))[..., [0, 2, 1, 3]], jnp.int32)
     ranks = np.asarray(jax.jit(backward_tables.ranks, static_argnums=1)(spans, plan.q_tiles))
@@ -161,7 +162,7 @@ def test_a_causal_grid_ends_evenly(batch, kv_heads, length, excess):
     pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
     lengths = {"query_length": length, "key_length": length}
     heads = {"batch": batch, "query_heads": kv_heads, "kv_heads": kv_heads}
-    spec = call(length, 128, is_causal=True)[0].replace(**lengths, **heads)
+    spec = call(length, 128, is_causal=True).replace(**lengths, **heads)
     plan = backward.make_plan(spec)
     blocks = batch * kv_heads * plan.kv_tiles
     started = np.stack(jax.vmap(plan.block_at)(jnp.arange(blocks, dtype=jnp.int32)), -1)
@@ -261,8 +262,7 @@ def test_reasons():
 
 
 # ---- compiled for sm_90a ------------------------------------------------------------------------------
-def call(length, head_size, *more, **changes):
-    """(spec, names of operands beyond query, key and value)."""
+def call(length, head_size, **changes):
     spec = AttentionSpec(
         batch=2,
         query_length=length,
@@ -277,7 +277,7 @@ def call(length, head_size, *more, **changes):
         platform="sm90",
         gradients=("query", "key", "value"),
     )
-    return spec.replace(**changes), more
+    return spec.replace(**changes)
 
 
 #: Bytes that ptxas may spill; the tuned configurations were measured with these spills.
@@ -293,27 +293,31 @@ COMPILED = {
     "d256_causal": (call(512, 256, is_causal=True), 0),
     "d256_full": (call(512, 256, partial=True), 8),
     "d128_deterministic": (call(512, 128, is_causal=True, deterministic=True), 136),
-    "d128_segments": (call(512, 128, "segments", segment_ids=True, is_causal=True), 48),
+    "d128_segments": (call(512, 128, segment_ids=True, is_causal=True), 48),
+    "d128_dropout": (call(512, 128, dropout_rate=0.1), 140),
+    "d128_bias": (
+        call(
+            512,
+            128,
+            bias_shape=(1, 4, 512, 512),
+            bias_dtype="float32",
+            gradients=("query", "key", "value", "bias"),
+        ),
+        452,
+    ),
 }
 
 
 def compiled(name: str):
     """For `compile_sm90`."""
-    (spec, more), _ = COMPILED[name]
+    spec, _ = COMPILED[name]
+    operands = operand_shapes(spec)
+    lse = jax.ShapeDtypeStruct((spec.batch, spec.query_heads, spec.query_length), jnp.float32)
 
-    def array(*shape, dtype=None):
-        return jax.ShapeDtypeStruct(shape, dtype or jnp.dtype(spec.dtype))
+    def run(operands, out, lse, d_out):
+        return backward.backward(spec, operands, out, lse, d_out, None)
 
-    b, t, n, k = spec.batch, spec.query_length, spec.query_heads, spec.kv_heads
-    q, kv = array(b, t, n, spec.head_size), array(b, t, k, spec.head_size)
-    ids = {}
-    if "segments" in more:
-        ids = dict.fromkeys(("query_segment_ids", "kv_segment_ids"), array(b, t, dtype=jnp.int32))
-
-    def run(q, k, v, out, lse, d_out, ids):
-        return backward.backward(spec, Operands(q, k, v, **ids), out, lse, d_out, None)
-
-    return run, (q, kv, kv, q, array(b, n, t, dtype=jnp.float32), q, ids)
+    return run, (operands, operands.query, lse, operands.query)
 
 
 @pytest.mark.slow
@@ -325,8 +329,7 @@ def test_compiles_without_spills(group):
         assert report.kernels == 1, name
         assert report.spill_stores <= allowed, (name, report)
         assert not report.serialised, (name, report)
-        (spec, _), _ = COMPILED[name]
-        plan = backward.make_plan(spec)
+        plan = backward.make_plan(COMPILED[name][0])
         assert 0 < report.registers <= 65536 // plan.config.threads, (name, report)
         if not plan.table:  # beyond inputs, outputs and lse: float32 dQ and one row vector
             row = plan.batch * plan.query_heads * plan.padded_queries
