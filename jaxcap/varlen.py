@@ -23,10 +23,10 @@ def _bounds(name: str, x: Any, total: int) -> Array:
     array = jnp.asarray(x)
     if array.ndim != 1 or array.shape[0] < 2 or not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(
-            f"{name} must be [sequences + 1] integers that begin with 0,"
-            f" got {list(array.shape)} {array.dtype.name}"
+            f"{name} must be [sequences + 1] integers, got {list(array.shape)} {array.dtype.name}"
         )
-    return jnp.clip(array, 0, total).astype(jnp.int32)
+    wide = array if array.dtype.itemsize >= 4 else array.astype(jnp.int32)  # `total` must fit
+    return jnp.clip(wide, 0, total).astype(jnp.int32)
 
 
 def varlen_attention(

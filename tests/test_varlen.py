@@ -69,6 +69,16 @@ def test_a_bound_past_the_tokens_is_their_end():
     assert jnp.abs(run(jnp.array([0, 4, 9]), jnp.array([0, 5, 8])) - inside).max() > 1e-3
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
+def test_bounds_of_any_integers_beside_more_tokens_than_they_count(dtype):
+    q = jax.random.normal(jax.random.key(0), (300, 1, 8))
+    bounds = jnp.array([0, 60, 100])
+    wanted = jaxcap.varlen_attention(q, q, q, bounds, softcap=2.0)
+    found = jaxcap.varlen_attention(q, q, q, bounds.astype(dtype), softcap=2.0)
+    np.testing.assert_array_equal(found, wanted)
+    assert jnp.abs(wanted[60:100]).max() > 0.1
+
+
 def test_bounds_may_be_traced_and_gradients_flow():
     q = jax.random.normal(jax.random.key(0), (12, 2, 8))
 

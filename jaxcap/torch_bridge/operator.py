@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from jaxcap.spec import DIFFERENTIABLE
 from jaxcap.torch_bridge import autograd
 from jaxcap.torch_bridge.call import Settings, Tensor, Tensors
 from jaxcap.torch_bridge.plans import plan_of
@@ -19,7 +20,6 @@ _SETTINGS = (
     " bool return_lse, str? backend, str[] gradients"
 )
 _COUNT = len(Tensors._fields)
-DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
 
 _library = torch.library.Library("jaxcap", "DEF")
 _library.define(f"attention({_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor)")
