@@ -187,9 +187,8 @@ def kernel_inputs(plan: Any, spec: AttentionSpec, operands: Operands, d_out, nls
 
 def unpermuted(plan: Any, dq: Array) -> Array:
     """The accumulator as [B, padded T, N, padded H]."""
-    if plan.config.dq == "tma":
-        return dq
-    b, n, tiles, groups = dq.shape[:4]
+    b, n, tiles = dq.shape[:3]
+    groups = plan.padded_head_size // 8
     x = dq.reshape(b, n, tiles, groups, 4, 8, 4, 2, 2)  # warp, row, lane, half, column
     return x.transpose(0, 2, 4, 7, 5, 1, 3, 6, 8).reshape(b, tiles * 64, n, groups * 8)
 

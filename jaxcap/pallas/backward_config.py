@@ -25,6 +25,9 @@ class BackwardConfig:
     registers: tuple[int, int]  # of a compute warpgroup, of the dQ warpgroup
     dq_buffers: int = 2
     delta_late: bool = False  # delta is subtracted in step 5 instead of starting dP^T from -delta
+    load_early: bool = False  # Q and dO are loaded beside adding the last piece of dQ, not after it
+    q_by_ds: bool = False  # `products`: warpgroup 1 loads Q as soon as both have read it
+    joined: bool = False  # `rows`: Q and dO of a step share their barriers
     evidence: str = ""
 
     @property
@@ -50,8 +53,11 @@ CONFIGS = {
         stages_ds=2,
         dq="tma",
         registers=(144, 80),
-        evidence="causal 461 / 448. Lost, when it was 446 / 424: delta_late 439 / 422; two compute "
-        "warpgroups on 128 x 128 448 / 419, on 64 x 128 with dP^T beside S^T 387 / 380",
+        load_early=True,
+        joined=True,
+        evidence="causal 491 / 468, in the same run without joined 480 / 459, with four stages 477 / 459, "
+        "and 452 / 434 before load_early and joined. Lost, when it was 446 / 424: delta_late 439 / 422; "
+        "two compute warpgroups on 128 x 128 448 / 419, on 64 x 128 with dP^T beside S^T 387 / 380",
     ),
     128: BackwardConfig(
         design="rows",
@@ -63,9 +69,12 @@ CONFIGS = {
         dq="tma",
         registers=(216, 72),
         delta_late=True,
-        evidence="causal 557 / 517, full 550 / 538. Lost, when they were 534 / 493 and 570 / 538: without "
-        "delta_late 532 / 488 and 573 / 533; P (1 - t^2) through shared memory 521 / 474; three stages of Q "
-        "513 / 466, of dO 570 / 528 full. dQ by 128 columns and dP^T beside S^T spill",
+        joined=True,
+        evidence="causal 565 / 526, in the same run without joined 551 / 494 (562 / 524 in another). Lost: "
+        "load_early 551 / 521 beside 566 / 529; -delta added by a product with ones, in three parts "
+        "of 16 bits, 558 / 528. When it was 534 / 493, and 570 / 538 full: without delta_late 532 / "
+        "488 and 573 / 533; P (1 - t^2) through shared memory 521 / 474; three stages of Q 513 / 466, "
+        "of dO 570 / 528 full. dQ by 128 columns and dP^T beside S^T spill",
     ),
     192: BackwardConfig(
         design="products",
@@ -76,6 +85,7 @@ CONFIGS = {
         stages_ds=1,
         dq="red",
         registers=(208, 88),
+        q_by_ds=True,
         evidence="as for 256; not tuned",
     ),
     256: BackwardConfig(
@@ -87,8 +97,11 @@ CONFIGS = {
         stages_ds=1,
         dq="red",
         registers=(208, 88),
-        evidence="causal 449-462 / 428, the L2 busy with additions. Lost, when it was 444 / 410: delta_late "
-        "436 / 401, Pallas' own barriers 442 / 410; TMA reduce (another kernel) 389 to 412",
+        q_by_ds=True,
+        evidence="causal 484 / 450 and 478 / 467, in the same runs without q_by_ds 444 / 409 and 455 / 426, "
+        "with dO loaded so as well 420 / 404, load_early 392 / 388, -delta by a product with ones 486 "
+        "/ 460 and 487 / 461. Lost, when it was 444 / 410: delta_late 436 / 401, Pallas' own barriers "
+        "442 / 410; TMA reduce (another kernel) 389 to 412",
     ),
 }
 

@@ -111,7 +111,7 @@ class Plan:
         b, n, t, h = self.batch, self.query_heads, self.padded_queries, self.padded_head_size
         if self.config.dq == "red":
             return (b, n, t // 64, h // 8, 128, 4)
-        return (b, t, n, h)
+        return (b, n, t // 64, h // 4, 256)
 
 
 def divmod_by(x: Any, divisor: int) -> tuple[Any, Any]:

@@ -516,3 +516,54 @@ def red_add(ref: Any, x: Any, first: int) -> None:
             _asm(ir.Type.parse("!llvm.void"), [place, *values], text, "l,f,f,f,f", True)
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))(add)(ref, x)
+
+
+def store_fragments(ref: Any, x: Any) -> None:
+    """A 64 x n float32 tile into shared memory `ref` [n / 4, 256], in the order in which `red_add` adds."""
+
+    def store(ctx, ref, x):
+        del ctx
+        tid = arith.remui(utils.thread_idx(), _n(128))
+        base = utils.getelementptr(utils.memref_ptr(ref), [arith.muli(tid, _n(4))], _f32())
+        regs = x.registers.reshape(x.shape[1] // 8, -1)
+        four = ir.VectorType.get((4,), _f32())
+        for j, group in enumerate(regs):
+            size = ir.VectorType(group[0].type).shape[0]
+            values = [_at(v, e) for v in group for e in range(size)]
+            place = utils.getelementptr(base, [j * 512], _f32())
+            llvm.store(vector.from_elements(four, values), place, alignment=16)
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))(store)(ref, x)
+
+
+def store_pairs(ref: Any, x: Any) -> None:
+    """A 16-bit tile into rows of `ref` (tiled by 8 x 64, swizzled), from registers ordered as wgmma's A.
+
+    In any other order they would have to be moved together first. One stmatrix stores 16 columns, four 8 x 8
+    matrices, at whose rows the lanes 8 i to 8 i + 7 point: of matrix i the rows from 8 (i % 2) on, the
+    columns from 8 (i / 2) on. Row r lies 128 r bytes into the tile, the piece c of its eight at c ^ (r % 8).
+    """
+    tall, wide = x.shape[0] // 64, x.shape[1] // 8
+
+    def store(ctx, ref, x):
+        del ctx
+        tid = arith.remui(utils.thread_idx(), _n(128))
+        lane, warp = arith.remui(tid, _n(32)), arith.divui(tid, _n(32))
+        i, r = arith.divui(lane, _n(8)), arith.remui(lane, _n(8))
+        tiles = wide // 8  # side by side
+        eight = arith.addi(arith.muli(warp, _n(2)), arith.remui(i, _n(2)))
+        at = arith.addi(arith.muli(eight, _n(1024 * tiles)), arith.muli(r, _n(128)))
+        at = arith.addi(at, arith.muli(arith.xori(arith.divui(i, _n(2)), r), _n(16)))
+        at = arith.addi(at, llvm.ptrtoint(_i32(), utils.memref_ptr(ref)))
+        pairs = x.registers.reshape(tall, wide, 2)
+        one = ir.VectorType.get((1,), _i32())
+        void = ir.Type.parse("!llvm.void")
+        for m, g in np.ndindex(tall, wide // 2):
+            four = [_at(vector.bitcast(one, pairs[m, 2 * g + y // 2, y % 2]), 0) for y in range(4)]
+            place = arith.xori(at, _n(32 * (g % 4)))
+            place = arith.addi(place, _n(1024 * (8 * m * tiles + g // 4)))
+            text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1,$2,$3,$4};"
+            _asm(void, [place, *four], text, "r,r,r,r,r", True)
+
+    kind = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+    plgpu.inline_mgpu(arg_types=(kind, WGMMA))(store)(ref, x)

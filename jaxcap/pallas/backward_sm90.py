@@ -5,7 +5,7 @@ query heads of the group, so that dK and dV of the group are summed in registers
 
     1  S^T  = K Q^T                          (keys down, queries across)
     2  P    = exp2(cap log2(e) tanh(scale S / cap) - lse log2(e)),  D = P (1 - tanh^2)
-    3  dP^T = V dO^T - delta                 (starts from -delta; with `delta_late` and dropout, in 5)
+    3  dP^T = V dO^T - delta                 (starts from -delta; with `delta_late` or dropout, in 5)
     4  dV  += P dO
     5  dS   = D dP
     6  dK  += dS Q
@@ -22,6 +22,7 @@ Warpgroups of 128 threads. Barriers in shared memory, their arrivals in brackets
     d_full     (design `products`) a D tile is complete                       [1]
     d_free     (design `products`) dS has been made of it                     [1]
     clean      rows of Q and dO that attend nothing are zero                  [compute]
+With `joined` q_full and q_free are of dO as well, and do_full and do_free stay unused.
 
 Lengths: TMA clips every tile at the array's own end and fills up with zeros, so nothing is padded. Where the
 number of rows is no multiple of 8, or a head size none of 64, tiles are copied in chunks of 64 columns.
@@ -37,11 +38,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxcap.pallas import wide
 from jaxcap.pallas.backward_plan import WIDTH, Plan, Walk
-from jaxcap.pallas.backward_scores import boost, probabilities, red_add, score_gradients
+from jaxcap.pallas.backward_scores import (
+    boost,
+    probabilities,
+    red_add,
+    score_gradients,
+    store_fragments,
+    store_pairs,
+)
 from jaxcap.pallas.backward_tiles import (
     F32,
     TILED16,
-    TILED32,
     WGMMA,
     Tile,
     i32,
@@ -107,7 +114,7 @@ class Block:
 
     def load_do(self, at: tuple, stage: Any) -> None:
         head, _, rows = self._place(at)
-        barrier = self.do_full.at[stage]
+        barrier = (self.q_full if self.c.joined else self.do_full).at[stage]
         self.dO[stage].load(self.do, (self.b, rows, head), barrier)
         plgpu.copy_gmem_to_smem(
             self.ndelta.at[self.b, head, rows], self.ndelta_s.at[stage], barrier
@@ -238,7 +245,8 @@ class Block:
                 bb = lax.rem(j, i32(c.stages_ds))
                 wait(self.q_full.at[stage])
                 if plan.empty_queries:
-                    wait(self.do_full.at[stage])
+                    if not c.joined:
+                        wait(self.do_full.at[stage])
                     self.clean_queries(wg, at, stage)
                 s_acc[...] = zeros((c.rows, c.block_q))
                 over_head(s_acc, self.K, rows, self.Q[stage])  # 1
@@ -250,7 +258,7 @@ class Block:
                 def _():
                     wait(self.ds_free.at[bb])
 
-                if not plan.empty_queries:
+                if not plan.empty_queries and not c.joined:
                     wait(self.do_full.at[stage])
 
                 def products(p_acc):
@@ -262,12 +270,13 @@ class Block:
 
                 ds = pl.run_scoped(products, plgpu.ACC((c.rows, c.block_q), F32))
                 to_head(dk_acc, ds, self.Q[stage])  # 6, beside storing dS: both only read it
-                self.ds.at[bb, rows][...] = ds
+                store_pairs(self.ds.at[bb, rows], ds)
                 plgpu.commit_smem()
                 arrive(self.ds_full.at[bb])
                 plgpu.wgmma_wait(0)
                 arrive(self.q_free.at[stage])
-                arrive(self.do_free.at[stage])
+                if not c.joined:
+                    arrive(self.do_free.at[stage])
 
             return dk_acc[...], dv_acc[...]
 
@@ -342,7 +351,7 @@ class Block:
                 def _():
                     wait(self.d_free.at[bb])
 
-                self.d.at[bb][...] = d
+                store_pairs(self.d.at[bb], d)
                 if whole:
                     self.p.at[bb][...] = whole[0]
                 plgpu.commit_smem()
@@ -411,7 +420,7 @@ class Block:
                 def _():
                     wait(self.ds_free.at[bb])
 
-                self.ds.at[bb][...] = ds
+                store_pairs(self.ds.at[bb], ds)
                 plgpu.commit_smem()
                 arrive(self.ds_full.at[bb])
                 if not plan.empty_queries:
@@ -419,6 +428,15 @@ class Block:
                 to_head(dk_acc, ds, self.Q[stage])  # 6
                 plgpu.wgmma_wait(0)
                 arrive(self.q_free.at[stage])
+                if c.q_by_ds:
+
+                    @pl.when(j + c.stages < self.walk.total)
+                    def _():
+                        ahead = at
+                        for _ in range(c.stages):
+                            ahead = self.walk.after(ahead)
+                        wait(self.q_free.at[stage])
+                        self.load_q(ahead, stage)
 
             return dk_acc[...]
 
@@ -471,7 +489,20 @@ class Block:
                 plgpu.semaphore_wait(
                     turn, self.ranks[self.b, self.n, i], decrement=False, memory_scope="gpu"
                 )
+
+            def load() -> None:
+                @pl.when(j + c.stages < total)
+                def _():
+                    stage = lax.rem(j, i32(c.stages))
+                    if not c.q_by_ds:
+                        wait(self.q_free.at[stage])
+                        self.load_q(ahead, stage)
+                    if not c.joined:
+                        wait(self.do_free.at[stage])
+                    self.load_do(ahead, stage)
+
             for x, (m, col) in enumerate(pieces):
+                last = x == len(pieces) - 1
 
                 def product(acc, m=m, col=col):
                     ds = self.ds.at[bb, :, pl.ds(m, 64)]
@@ -479,8 +510,10 @@ class Block:
                     return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
                 part = pl.run_scoped(product, plgpu.ACC((64, WIDTH), F32))
-                if x == len(pieces) - 1:
+                if last:
                     arrive(self.ds_free.at[bb])
+                    if c.load_early:
+                        load()
                 if c.dq == "red":
                     place = self.dq.at[self.b, head, i * (c.block_q // 64) + m // 64]
                     red_add(place, part, col // 8)
@@ -488,23 +521,18 @@ class Block:
                 else:
                     buffer = x % c.dq_buffers
                     plgpu.wait_smem_to_gmem(c.dq_buffers - 1, wait_read_only=True)
-                    self.dqs[buffer] = part
+                    store_fragments(self.dqs.at[buffer], part)
                     plgpu.commit_smem()
-                    rows = pl.ds(i * c.block_q + m, 64)
-                    target = self.dq.at[self.b, rows, head, pl.ds(col, WIDTH)]
+                    tile = i * (c.block_q // 64) + m // 64
+                    target = self.dq.at[self.b, head, tile, pl.ds(col // 4, 16)]
                     plgpu.copy_smem_to_gmem(self.dqs.at[buffer], target, reduction_op="add")
             if plan.deterministic:
                 if c.dq == "tma":
                     plgpu.wait_smem_to_gmem(0)
                 plgpu.semaphore_signal(turn, 1, memory_scope="gpu")
 
-            @pl.when(j + c.stages < total)
-            def _():
-                stage = lax.rem(j, i32(c.stages))
-                wait(self.do_free.at[stage])
-                self.load_do(ahead, stage)
-                wait(self.q_free.at[stage])
-                self.load_q(ahead, stage)
+            if not c.load_early:
+                load()
 
             return *self.walk.after((g, i)), *self.walk.after(ahead)
 
@@ -529,7 +557,7 @@ def scratch(plan: Plan, inputs: dict[str, Any]) -> dict[str, Any]:
         "ds": SM((c.stages_ds, c.block_kv, c.block_q), dtype, transforms=TILED16),
     }
     if c.dq == "tma":
-        out["dqs"] = SM((c.dq_buffers, 64, 64), F32, transforms=TILED32)
+        out["dqs"] = SM((c.dq_buffers, 16, 256), F32)
     if c.design == "products":
         out["d"] = SM((c.stages_ds, c.block_kv, c.block_q), dtype, transforms=TILED16)
         if plan.scores.bias_gradient:
@@ -541,10 +569,13 @@ def scratch(plan: Plan, inputs: dict[str, Any]) -> dict[str, Any]:
     for name in queries:
         out[name + "_s"] = SM((c.stages, c.block_q), inputs[name].dtype)
     writers = c.compute if c.design == "rows" else 1
+    full_q, full_do = copies_q + 1 + len(queries), copies_do + 1
+    if c.joined:
+        full_q += full_do
     out |= {
         "kv_full": BR(num_arrivals=copies_q + copies_do + len(keys)),
-        "q_full": BR(num_arrivals=copies_q + 1 + len(queries), num_barriers=c.stages),
-        "do_full": BR(num_arrivals=copies_do + 1, num_barriers=c.stages),
+        "q_full": BR(num_arrivals=full_q, num_barriers=c.stages),
+        "do_full": BR(num_arrivals=full_do, num_barriers=c.stages),
         "q_free": BR(num_arrivals=c.compute, num_barriers=c.stages),
         "do_free": BR(num_arrivals=c.compute, num_barriers=c.stages),
         "ds_full": BR(num_arrivals=writers, num_barriers=c.stages_ds),

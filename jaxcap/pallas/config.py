@@ -4,11 +4,13 @@ Figures: one H200, 2026-11-30, JAX 0.11.2, driver 580, ptxas 13.0, bfloat16, cap
 (0.05 s after a pause) / sustained (0.2 s, 700 W, clock pulled down). Spread about 2%. `wW K` is W
 warpgroups and K keys, `eab` a of every b exp2 on the multiply-add pipe, `t` turns, `p` persistent, `f` PV
 first, `hab` a of every b pairs of exp2 in float16 and the row sums by a column of ones. Without `h` they are
-by additions. "Apart": K and V had slots of their own, as the kernel had them before.
+by additions. "Apart": K and V had slots of their own, as the kernel had them before. "Cubic": standard normal
+logits, for which the cap is a cubic; all other figures with a cap are of the exact form.
 """
 
 import dataclasses
 
+from jaxcap.softcap import bounded_shift
 from jaxcap.spec import AttentionSpec
 
 #: Largest sum of a thread's entries of a row beside an old maximum, as a power of two (`softmax`). float16
@@ -30,6 +32,7 @@ class ForwardConfig:
     # with them a of every b pairs of exp2 in float16 instead of `exp_fma`.
     ones: bool = True
     exp_packed: tuple[int, int] | None = None
+    cubic: bool = False  # with ones: the cap as a cubic where the logits allow it, see `cubic`
     persistent: bool = False  # one CTA a multiprocessor takes many tiles; needs room for two of Q
 
     @property
@@ -48,6 +51,9 @@ class ForwardConfig:
 # the maximum of every tile, no cap, 713 / 623; ones as a product of their own 757 / 673 beside 778 / 686,
 # as a second wgmma for half the columns 701 / 697 beside 776 / 705.
 WIDE = ForwardConfig(2, 64, 2, turns=True, ones=False)
+# The same with a cap, bounded, and without masks but of the band: causal 781 / 703, WIDE in the same run
+# 771 / 686, this without t 769 / 691; full 791 / 712 beside 770 / 721.
+CAPPED_256 = dataclasses.replace(WIDE, keys=80)
 # Q and O in chunks of different widths, so that O has no room where Q was.
 WIDE_APART = dataclasses.replace(WIDE, keys=48)
 # 192, causal 8k: this 738 / 675, apart without h 727 / 666; h34 743 / 674; ones without h 724 / 653;
@@ -62,15 +68,21 @@ SIZE_192 = ForwardConfig(2, 80, 2, turns=True, exp_packed=(1, 2))
 # 598; causal: e13 p 646 / 598, with turns 631 / 582. Between transfers of a ring four stages, apart, were
 # 615 and three, whose slots were divided for by three in every step, 562; four together 618, of which three
 # are the same loop.
-CAPPED_128 = ForwardConfig(3, 64, 3, exp_fma=(1, 3), exp_packed=(3, 4), persistent=True)
+# Cubic: full 772 / 690 (exact in the same run 727 / 659), causal 745 / 665 (705 / 626), window 688 / 645
+# (664 / 609), 32k with a cap of 30 777 / 695 (716 / 649), 512 keys 386 / 362 (415 / 372: not there). Logits
+# that reach the cap, beside the exact form alone: full 689 / 653 (734 / 659), causal 689 / 632 (689 / 629).
+CAPPED_128 = ForwardConfig(3, 64, 3, exp_fma=(1, 3), exp_packed=(3, 4), persistent=True, cubic=True)
 # 128, causal 16 x 1k, where 192 queries leave a third of the last tile empty: this 506 / 454
 # (FlashAttention 3 plain 513 / 456), h34 508 / 452, apart 497 / 447; h11 448, w3 64 three stages h34 429
 # sustained. Without h, apart, another run: 461, without p 389.
-CAPPED_128_1K = ForwardConfig(2, 64, 4, exp_packed=(1, 2), persistent=True)
+# Cubic: 509 / 460 (503 / 451); where logits reach the cap 476 / 437 (510 / 457).
+CAPPED_128_1K = ForwardConfig(2, 64, 4, exp_packed=(1, 2), persistent=True, cubic=True)
 # 128 without a cap, full 8k: this 818 / 720 (FlashAttention 3: 734 / 666), apart 787 / 721, f 808 / 722;
 # ones, beside a maximum that is 2**29 too large so that one OR of P shows whether it held, 807 / 718, f 788
 # / 705. Apart: without p 783 / 681; w2 128 t 774 / 687; w2 112 t 751 / 678; w2 96 t 665 / 597. With the
 # maximum of every tile: 662 / 604. Window of 4096: 732 / 663, without p 725 / 656, apart 732 / 649.
+# Another run, two steps of P V under the fence of S: full 792 / 737 beside 800 / 722, causal 771 / 712 beside
+# 779 / 704.
 UNCAPPED_128 = ForwardConfig(3, 64, 4, persistent=True, ones=False)
 # The same, causal 16 x 1k: this 548 / 486, apart 556 / 491; without t 494 / 468; w2 64 530 / 471; w2 80 t
 # 510 / 457; w2 96 499 / 457; f: w2 96 497 / 446, w2 128 483 / 460. FlashAttention 3 497 / 448 in another
@@ -78,12 +90,17 @@ UNCAPPED_128 = ForwardConfig(3, 64, 4, persistent=True, ones=False)
 UNCAPPED_128_1K = ForwardConfig(2, 128, 2, turns=True, persistent=True, ones=False)
 # 96, causal 8k: this 557 / 518; with three stages 568 / 514; h12 529 / 496, apart 528 / 497. Without h,
 # apart: 527 / 488; without p 516 / 483; w3 80 e12 p 526 / 491.
-SIZE_96 = ForwardConfig(3, 64, 4, exp_fma=(1, 2), exp_packed=(3, 4), persistent=True)
+# Cubic: 648 / 580 (579 / 520).
+SIZE_96 = ForwardConfig(3, 64, 4, exp_fma=(1, 2), exp_packed=(3, 4), persistent=True, cubic=True)
 # 64, causal 8k: this 484 / 461 (FlashAttention 3 plain 541 / 491), apart w4 48 h58 446 / 433; f h78 460 /
 # 447, h34 428 / 427; w4 48 without f: h78 475 / 454, h58 465 / 441, h11 456 / 438; w3 128 three stages f
 # h11 458 / 438, h58 447 / 433; w3 80 h58 445 / 427; w3 64 h58 433 / 426. Without h, apart: w4 48 e12 417 /
 # 414; w3 64 e12 408 / 404. With segments w3 64 h34 takes 3% longer.
-SIZE_64 = ForwardConfig(4, 64, 4, pv_first=True, exp_fma=(1, 2), exp_packed=(1, 1), persistent=True)
+# Cubic: causal 585 / 535 (480 / 460), full 537 / 509 (455 / 442); where logits reach the cap 464 / 451 (475 /
+# 460).
+SIZE_64 = ForwardConfig(
+    4, 64, 4, pv_first=True, exp_fma=(1, 2), exp_packed=(1, 1), persistent=True, cubic=True
+)
 # 64 without a cap, causal 8k: this 620 / 559 (FlashAttention 3: 541 / 487), w4 48 without f 574 / 522,
 # apart 546 / 516; apart: w3 80 538 / 504; w3 64 518 / 487, with p 529 / 495, with e14 448 / 421; w2 128 t
 # 472 / 455. With the maximum of every tile: w3 64 432 / 426. With segments w3 64 takes 7% longer.
@@ -101,8 +118,11 @@ def forward_config(spec: AttentionSpec) -> ForwardConfig:
     masked = bool(spec.query_lengths or spec.kv_lengths or spec.segment_ids or positions)
     heavy = spec.bias_shape or spec.mask_shape or spec.alibi or spec.dropout_rate
     if size > 192:
-        apart = 192 < min(spec.head_size, spec.value_size) <= 224 < size
-        return WIDE_APART if apart else WIDE
+        if 192 < min(spec.head_size, spec.value_size) <= 224 < size:
+            return WIDE_APART
+        simple = not masked and not heavy and spec.head_size == spec.value_size
+        bounded = spec.dtype == "bfloat16" and bounded_shift(spec, spec.dtype) is not None
+        return CAPPED_256 if simple and bounded else WIDE
     if size > 128:
         return SIZE_192
     if spec.query_length <= 64:

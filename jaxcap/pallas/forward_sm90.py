@@ -14,20 +14,26 @@ product stands at the top of the next step, behind a branch: before the branch p
 front of the arithmetic. With `config.pv_first` nothing runs beside P: O += P(j-1) V(j-1) and S(j) are begun
 and awaited together, and P has the registers.
 
+With `near` the steps without masks take the cap as a cubic where the logits allow it (`cubic`); the producer
+scales Q, and the last tiles of a CTA are those that have to be done again.
+
 Slots. K(j) and V(j-1), which a step needs together, share one: unit u of a tile of queries is K(u) and
 V(u-1), u = 0..count. Where the first has no V and the last no K, TMA fills up with zeros and reads nothing.
 
-Barriers. mbarriers: q_full, one completion; kv_full[s], one a use of slot s; a TMA copy a
-chunk arrives on them, every consumer waits for every completion. Named barriers (0..W+1
+Barriers. mbarriers: q_full[s] and kv_full[s], one completion a use of slot s; a TMA copy a
+chunk arrives on them, every consumer waits for every completion; with `near` the producer alone waits for
+q_full[s] and arrives on q_scaled[s], for which the consumers wait. Named barriers (0..W+1
 belong to Mosaic GPU), 128 * (W + 1) threads each, but turns with 256:
   FREE + s          slot s is read: the consumers arrive once a use, the producer syncs before
                     every use but a slot's first
   W + 2 + w         (turns) warpgroup w syncs before it issues its products, the one before it arrives
                     after it issued its own; the last arrives on W + 2 once at the start, 0 syncs at the end
+  MEET              (near) all meet before tiles are done again
   Q_FREE + s        (persistent) Q slot s is read: the consumers arrive in the tile after, the
                     producer syncs before every use but a slot's first
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -44,8 +50,8 @@ from jaxlib.mlir.dialects import arith, memref
 
 from jaxcap import tile_tables, tiles
 from jaxcap.mask import keep_tile
+from jaxcap.pallas import cubic, schedule, wide
 from jaxcap.pallas import instructions as ins
-from jaxcap.pallas import schedule, wide
 from jaxcap.pallas import scores as sc
 from jaxcap.pallas.config import HEADROOM, ForwardConfig
 from jaxcap.pallas.instructions import ACC, ROW, const
@@ -55,7 +61,8 @@ from jaxcap.softcap import LOG2E, bounded_shift
 from jaxcap.spec import Array, AttentionSpec, Operands
 
 I32 = jnp.int32
-Q_FREE, FREE = 6, 8
+Q_FREE, FREE, MEET = 6, 8, 12
+ALWAYS, NOW = 0, 1  # rows of a warp's notes (`cubic`): the exact form from now on, and in this tile
 SHARED_MEMORY = 225 * 1024  # for tiles, of the 227 KB that a block may have
 MOST_TILES = 2**17  # whose order is worked out when the call is traced, at a microsecond each
 LN2 = math.log(2.0)
@@ -191,7 +198,7 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
     dtype = operands.query.dtype
     W, keys, stages = config.warpgroups, config.keys, config.stages
     rows, threads = 64 * W, 128 * (W + 1)
-    assert keys % 16 == 0 and FREE + stages <= 16
+    assert keys % 16 == 0 and FREE + stages <= MEET
     turn = W + 2  # where the names of Mosaic GPU's own barriers end
     assert W == 2 or not (config.turns and config.persistent)  # three warpgroups' turns take Q_FREE
 
@@ -235,8 +242,8 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
     persistent = persistent and workers < total <= MOST_TILES and not spec.beside_transfers
     if persistent:
         _, i = place_of(np.arange(total), div=np.floor_divide, rem=np.remainder)
-        costs = schedule.band_steps(grid, None, i, 0, T, S).count + schedule.OVERHEAD
-        side["work"] = jnp.asarray(schedule.work_table(costs, workers))
+        counts = schedule.band_steps(grid, None, i, 0, T, S).count + np.zeros(total)
+        side["work"] = jnp.asarray(schedule.work_table(counts + schedule.OVERHEAD, workers))
     q_slots = 2 if persistent else 1
     # Where there is room, l is the sum of P as it is rounded; not with dropout, which comes after the sum.
     ones = config.ones and shift is not None and not spec.dropout_rate
@@ -245,6 +252,18 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
     elements += 0 if share or not staged else cv * rows * wv
     ones = ones and 2 * elements <= SHARED_MEMORY
     packed = lambda pair: ones and sc.uses_fma(pair, config.exp_packed)
+    near = config.cubic and ones and persistent
+    near = near and cubic.applies(spec, keys, counts, workers)
+    # As many k steps of P V share the fence before S, so that their part of P is packed before S is begun:
+    # what three warpgroups lack are registers.
+    fenced = 0 if W != 3 or cleans else 1 if trail_most > 0 else 2
+    if near:
+        log2_scale = cubic.log2_scale(spec)
+        call = dataclasses.replace(call, scale=call.scale * 2.0**log2_scale)
+        limit, coefficients = cubic.fitted(spec)
+        largest = cubic.FIRST * limit / abs(call.inner)
+        as_cubic = functools.partial(cubic.exponents, coefficients=coefficients)
+    numbers = dataclasses.replace(config, exp_packed=None)
     names = list(side)
 
     def kernel(q, k, v, *refs):
@@ -252,7 +271,9 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
         given = {name: refs.pop(0) for name in names}
         out, lse, qs, ks, vs, *rest = refs
         os = rest.pop(0) if staged and not share else qs
-        q_full, kv_full = rest
+        q_full, kv_full, *rest = rest
+        notes, undone, q_scaled = rest if near else (None,) * 3
+        q_ready = q_scaled if near else q_full
         wg, cta = lax.axis_index("wg"), lax.axis_index("x")
         none = wg * 0  # a zero that is no constant: slices may reach past the end of an array
         extras = Extras(
@@ -262,13 +283,35 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
             else None,
         )
 
-        def for_each_tile(body, carry):
-            """body(n, index of the tile, carry) for the tiles of this CTA."""
+        all_meet = lambda: ins.named_barrier("sync", MEET, threads)
+
+        def for_each_tile(body, carry, decide=lambda: None):
+            """body(n, index of the tile, carry) for the tiles of this CTA, n counting up.
+
+            With `near` each warpgroup's one tile that its cubic did not do follows.
+            """
             if not persistent:
                 return body(I32(0), cta, carry)
             work = given["work"]
-            step = lambda n, c: body(n, work[cta, n + 1], c)
-            return lax.fori_loop(I32(0), work[cta, 0], step, carry)
+            count = work[cta, 0]
+            if not near:
+                one = lambda n, c: body(n, work[cta, n + 1], c)
+                return lax.fori_loop(I32(0), count, one, carry)
+
+            def undone_by(w):
+                """The tile that warpgroup w has not done; -1: none, or one that another brings."""
+                tile = undone[w]
+                for v in range(W - 1):
+                    tile = jnp.where((v < w) & (undone[I32(v)] == tile), I32(-1), tile)
+                return tile
+
+            def step(m, carry):
+                pl.when(m == count)(decide)
+                at = lax.cond(m < count, lambda: m, lambda: undone_by(m - count))
+                do = lambda c: (c[0] + 1, body(c[0], work[cta, at + 1], c[1]))
+                return lax.cond(at >= 0, do, lambda c: c, carry)
+
+            return lax.fori_loop(I32(0), count + W, step, (I32(0), carry))[1]
 
         class Work:
             """One tile of queries: where it is, and its KV tiles step by step."""
@@ -345,7 +388,7 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                 begin, end, lead, full = work.own_steps()[2:]
                 count = work.steps.count
                 first = work.q_first + wg * 64
-                q_slot = lax.rem(n, I32(q_slots))
+                q_slot = n & (q_slots - 1)
 
                 def clean(j, slot):
                     """Rows of V that nobody attends may hold NaN: zero them."""
@@ -358,14 +401,18 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                     dirty = (j < lead) | (j >= full)
                     pl.when(dirty)(lambda: ins.zero_rows(vs, slot, dead_key, extra, 2 * wv, cv))
 
-                def score(j, s, state, masked, limit: float | None = headroom):
+                def score(j, s, state, masked, form, most: float | None = headroom):
                     at = Tile(first, work.k_first(j), work.b, work.h, work.k_stop, work.q_stop)
-                    return softmax(s, state, at, extras, call, config, shift, masked, limit)
+                    c = config if form == "words" else numbers
+                    cap = as_cubic if form == "cubic" else None
+                    return softmax(s, state, at, extras, call, c, shift, masked, most, cap)
 
                 shapes = ((cq, rows, wq), (cq, keys, wq))
                 q_tile = q_base + q_slot * q_size
                 qk = lambda at: ins.qk(q_tile, k_base + at * k_size, *shapes, H, 2 * wq, dtype)
-                pv = lambda o, p, at: ins.pv(o, p, v_base + at * v_size, keys, 2 * wv, dtype)
+                pv = lambda o, p, at, fenced=0: ins.pv(
+                    o, p, v_base + at * v_size, keys, 2 * wv, dtype, fenced
+                )
 
                 def free_q():
                     """The Q slot of the tile before: by now the store of its O has read it."""
@@ -375,7 +422,7 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                         pl.when(n > 0)(arrive)
 
                 def computed(slot):
-                    # 1. S(begin) and P(begin).
+                    # 1. S(begin).
                     if own is not None:
                         slot = lax.fori_loop(I32(0), begin, skip, slot)
                     wait(slot)
@@ -387,26 +434,55 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                     if config.pv_first:
                         free(slot)
                     free_q()
+                    form = "words"
+                    if near:
+                        form = "numbers"
+                        away = cubic.exact_form(s, cubic.noted(notes, ALWAYS), largest)
+                        cubic.note(notes, NOW, away)
+                    # 2. P(begin). Then S(j) beside O += P(j-1) V(j-1), and P(j) beside the latter.
                     state = () if ones else (filled((64,), ROW),)
                     if shift is None:
                         state += (filled((64,), ROW, -jnp.inf), filled((64,), ROW))
-                    p, state = score(begin, s, state, masks, None)
+                    p, state = score(begin, s, state, masks, form, None)
 
-                    # 2. S(j) beside O += P(j-1) V(j-1), then P(j) beside the latter.
-                    def ready(p, o, state, before, done):
-                        """P and O for the next product: the one in flight is `done`, its slot free."""
+                    def awaited(o, state, before, done):
+                        """O with the product in flight `done`, its slot free."""
                         if not config.pv_first:
                             done()
                             free(before)
                             if shift is None:
                                 o = (rescaled(ins.settled(*o), state[2]),)
-                        return ins.to_16bit(p, dtype, packed), o
+                        return o
 
-                    def step(j, carry, masked):
+                    def to_16bit(p, form):
+                        words = packed if form == "words" else lambda pair: False
+                        return ins.to_16bit(p, dtype, words)
+
+                    def either(away, at, stop, steps, carry):
+                        """The steps without masks, as cubics or exact in words."""
+
+                        def exact(carry):
+                            p, *rest = carry
+                            p, *rest = steps(stop, "words", (cubic.to_words(p, packed), *rest))
+                            return cubic.to_numbers(p, packed), *rest
+
+                        def done(carry):
+                            p, o, *rest = carry
+                            plgpu.wgmma_wait(0)
+                            return p, tuple(ins.settled(*o)), *rest
+
+                        # A loop of no steps, not a branch: the first loop gets the better code.
+                        last = jnp.where(away == 0, stop, at)
+                        carry = done(steps(last, "cubic", carry))
+                        away = cubic.noted(notes, NOW)
+                        return lax.cond(away == 0, lambda c: c, lambda c: done(exact(c)), carry)
+
+                    def step(j, carry, masked, form):
                         p, o, state, (before, now) = carry
                         if config.pv_first:  # unlike 3., for LLVM would make one of what is alike
                             wait(now)
-                        p, o = ready(p, o, state, before, lambda: plgpu.wgmma_wait(0))
+                        o = awaited(o, state, before, lambda: plgpu.wgmma_wait(0))
+                        p = to_16bit(p, form)
                         if config.pv_first:
                             clean(j - 1, now)
                             my_turn()
@@ -421,11 +497,11 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                             my_turn()
                             s = qk(now)
                             clean(j - 1, now)
-                            o = pv(o, p, now)
+                            o = pv(o, p, now, fenced)
                             your_turn()
                             plgpu.wgmma_wait(1)
                             s = ins.settled(s)
-                        p, state = score(j, s, state, masked)
+                        p, state = score(j, s, state, masked, form)
                         if config.pv_first and shift is None:
                             o = [rescaled(o[0], state[2])]
                         return p, tuple(o), state, (now, following(now))
@@ -435,27 +511,44 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                     at = begin + 1
                     parts = ((lead, lead_most - 1, True), (full, 1, False), (end, trail_most, True))
                     for stop, most, masked in parts:
-                        if most > 0:
-                            stop = jnp.clip(stop, at, end)
-                            one = functools.partial(step, masked=masked)
-                            carry = lax.fori_loop(at, stop, one, carry)
-                            at = stop
+                        if not most > 0:
+                            continue
+                        stop = jnp.clip(stop, at, end)
+                        steps = lambda stop, form, carry, at=at, masked=masked: lax.fori_loop(
+                            at, stop, functools.partial(step, masked=masked, form=form), carry
+                        )
+                        if near and not masked:
+                            carry = either(away, at, stop, steps, carry)
+                        else:
+                            carry = steps(stop, form, carry)
+                        at = stop
 
                     # 3. The last product, O / l and the log-sum-exp.
                     p, o, state, (before, now) = carry
-                    p, o = ready(p, o, state, before, ins.last_wait)
+                    o = awaited(o, state, before, ins.last_wait)
+                    p = to_16bit(p, form)
                     wait(now)
                     clean(end - 1, now)
                     o = pv(o, p, now)
                     plgpu.wgmma_wait(0)
                     o = ins.settled(*o)
-                    if ones:
-                        o, *sums = o
-                        state = tuple(sums)
                     free(now)
                     slot = following(now)
                     if own is not None:
                         slot = lax.fori_loop(end, count, skip, slot)
+                    if near:
+                        assert shift is not None
+                        most = (end - begin) * keys
+                        bad = cubic.disproved(o[1], first, most, spec, shift)
+
+                        @pl.when((cubic.noted(notes, NOW) == 0) & (bad != 0))
+                        def _():
+                            cubic.note_once(undone, wg, n)
+                            cubic.note(notes, ALWAYS, I32(1))
+
+                    if ones:
+                        o, *sums = o
+                        state = tuple(sums)
                     where = Tile(first, I32(0), work.b, work.h, work.k_stop, work.q_stop)
                     sinks = given.get("sinks")
                     o = finished(o, state, lse, sinks, where, call, shift, spec.result_dtype)
@@ -477,10 +570,17 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                     free(slot)
                     return following(slot)
 
-                plgpu.barrier_wait(q_full.at[q_slot])
+                plgpu.barrier_wait(q_ready.at[q_slot])
                 return lax.cond(first < T, computed, passed, slot) if idle else computed(slot)
 
-            for_each_tile(tile, I32(0))
+            def decide():
+                plgpu.wait_smem_to_gmem(0)  # before a tile is stored again
+                all_meet()
+
+            if near:
+                cubic.note_once(undone, wg, I32(-1))
+                cubic.note(notes, ALWAYS, I32(0))
+            for_each_tile(tile, I32(0), decide)
             if config.turns:
                 pl.when(wg == 0)(lambda: ins.named_barrier("sync", turn, 256))
             plgpu.wait_smem_to_gmem(0)
@@ -492,13 +592,17 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
             def tile(n, index, used):
                 work = Work(index)
                 hk = lax.div(work.h, I32(N // K))
-                q_slot = lax.rem(n, I32(q_slots))
+                q_slot = n & (q_slots - 1)
                 if persistent:
                     wait = lambda: ins.named_barrier("sync", Q_FREE + q_slot, threads)
                     pl.when(n >= q_slots)(wait)
                 for c in range(cq):
                     at = q.at[work.b, pl.ds(work.q_first, rows), work.h, pl.ds(none + c * wq, wq)]
                     plgpu.copy_gmem_to_smem(at, qs.at[q_slot, c], q_full.at[q_slot])
+                if near:  # while the consumers have slots of the tile before
+                    plgpu.barrier_wait(q_full.at[q_slot])
+                    cubic.scale(qs, q_slot, 2 * wq, log2_scale)
+                    plgpu.barrier_arrive(q_scaled.at[q_slot])
 
                 @pl.loop(I32(0), work.steps.count + 1)
                 def _(u):
@@ -519,7 +623,7 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
 
                 return used + work.steps.count + 1
 
-            for_each_tile(tile, I32(0))
+            for_each_tile(tile, I32(0), all_meet)
 
     def dead_key(row, first_key, first, stop, batch, *live):
         """Whether nobody attends the key in a row of a tile of V."""
@@ -534,6 +638,9 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
     def buffer(*shape):
         return plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(2 * shape[-1]),))
 
+    words = plgpu.SMEM((2, 4 * W), jnp.int32), plgpu.SMEM((W,), jnp.int32)
+    q_scaled = plgpu.Barrier(num_arrivals=1, num_barriers=q_slots)
+    cubic_scratch = (*words, q_scaled) if near else ()
     call_kernel = plgpu.kernel(
         kernel,
         out_type=[
@@ -551,6 +658,7 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
             *([buffer(1, cv, rows, wv)] if staged and not share else []),
             plgpu.Barrier(num_arrivals=cq, num_barriers=q_slots),
             plgpu.Barrier(num_arrivals=cq + cv, num_barriers=stages),
+            *cubic_scratch,
         ],
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -57,6 +56,11 @@ def void() -> ir.Type:
 
 
 # ---- fragments: FragmentedArrays as flat lists of scalars ---------------------------------------
+def elements(x: ir.Value) -> list[ir.Value]:
+    """Of a vector in registers."""
+    return [vector.extract(x, [], [i]) for i in range(ir.VectorType(x.type).shape[0])]
+
+
 def scalars(x: mgpu.FragmentedArray) -> list[ir.Value]:
     """The registers of an array in `ACC` or `ROW`."""
     registers: Any = x.registers
@@ -211,7 +215,9 @@ def _pairs(x: mgpu.FragmentedArray) -> list[ir.Value]:
     return [vector.extract(vector.bitcast(pair, v), [], [0]) for v in x.registers.flat]
 
 
-def pv(acc: tuple, p: Any, v_unit: Any, rows: int, swizzle: int, dtype: Any) -> tuple:
+def pv(
+    acc: tuple, p: Any, v_unit: Any, rows: int, swizzle: int, dtype: Any, fenced: int = 0
+) -> tuple:
     """(O + P V,), begun: `p` [64, rows] 16-bit in `WG`; a tile of V [chunks, rows, width] begins at `v_unit`.
 
     Of an `acc` (O, l), l [64, 8], the second is what P times the columns after V adds to it, in the same
@@ -223,8 +229,9 @@ def pv(acc: tuple, p: Any, v_unit: Any, rows: int, swizzle: int, dtype: Any) -> 
         del ctx
         b = _described(v.registers[()], rows * swizzle, 8 * swizzle, swizzle)
         a, o = _pairs(mgpu.optimization_barrier(p)), [y for x in acc for y in scalars(x)]
-        _fence()
         for step in range(rows // 16):
+            if step == fenced:
+                _fence()
             b_step = _advanced(b, step * 16 * swizzle)
             o = _wgmma(o, a[4 * step : 4 * step + 4], b_step, n, _name(dtype), True)
         _commit()
@@ -271,6 +278,12 @@ def settled(*arrays: Any) -> Any:
     return done if len(arrays) > 1 else done[0]
 
 
+def joined(e: ir.Value, r: ir.Value) -> ir.Value:
+    """The two bfloat16 that `scores.exp2_packed` leaves in two words."""
+    e, r = (arith.bitcast(i32(), x) for x in (e, r))
+    return arith.addi(arith.shli(e, const(5)), r)
+
+
 def to_16bit(p: Any, dtype: Any, packed: Callable[[int], bool] = lambda pair: False) -> Any:
     """float32 in `ACC` -> 16-bit in `WG`, kept behind the wait before it (the empty asm is ordered).
 
@@ -288,8 +301,7 @@ def to_16bit(p: Any, dtype: Any, packed: Callable[[int], bool] = lambda pair: Fa
         for i in range(registers.size):  # the first source is the upper half
             low, high = values[2 * i], values[2 * i + 1]
             if packed(i):
-                e, r = (arith.bitcast(i32(), x) for x in (low, high))
-                pair = arith.addi(arith.shli(e, const(5)), r)
+                pair = joined(low, high)
             else:
                 pair = asm(i32(), [high, low], f"cvt.rn.{name}.f32 $0, $1, $2;", "=r,f,f")
             one = vector.from_elements(ir.VectorType.get((1,), i32()), [pair])
@@ -313,8 +325,15 @@ def named_barrier(op: str, ident: Any, threads: int) -> None:
     inline(body, [] if isinstance(ident, int) else [scalar(ident)])
 
 
-def when(condition: Any) -> Callable:
-    return pl.when(condition)
+def any_of_warpgroup(condition: ir.Value) -> mgpu.FragmentedArray:
+    """1 where a thread's condition holds, else 0, as a scalar; all threads meet here."""
+    text = (
+        "{ .reg .pred p, q; setp.ne.b32 p, $1, 0; barrier.cta.red.or.aligned.pred q, $2, 128, p;"
+        " vote.sync.any.pred q, q, -1; selp.b32 $0, 1, 0, q; }"
+    )
+    word = arith.extui(i32(), condition)
+    args = [word, utils.warpgroup_barrier_idx(sync=False)]
+    return mgpu.FragmentedArray.splat(asm(i32(), args, text, "=r,r,r", True), (), is_signed=True)
 
 
 # ---- shared memory ------------------------------------------------------------------------------

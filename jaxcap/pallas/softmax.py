@@ -38,10 +38,12 @@ def softmax(
     shift: int | None,
     masked: bool,
     limit: float | None,
+    cap: Callable | None = None,
 ):
     """(P float32, state): state is (l,) in the bounded form, (l, m, alpha) in the online form.
 
-    `limit`: of sums beside the old maximum, 2**config.HEADROOM; None where there is none yet.
+    `cap`: what makes exponents of logits without a mask, `cubic.exponents`. `limit`: of sums beside the old
+    maximum, 2**config.HEADROOM; None where there is none yet.
     l is a thread's own partial sum of its two rows, so that no shuffle is needed before the end. The state
     is () where the product with V sums; P may hold pairs of words then, see `ForwardConfig.exp_packed`.
     """
@@ -57,7 +59,9 @@ def softmax(
         keep = call.keep(places, at, arrays) if masked else (lambda *a: None)
         drop = call.survives(places, at, arrays)
         state = [ins.scalars(v) for v in state]
-        if shift is not None:
+        if cap is not None:
+            p, new = [sc.exp2(e) for e in cap(x, call.inner, call.outer, shift)], []
+        elif shift is not None:
             p, new = _bounded(x, state, order, keep, call, config, shift)
         else:
             added = call.added(places, at, arrays)
