@@ -1,6 +1,7 @@
 """The benchmark measures what it names, and a peer that fails costs a row, not the run."""
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
@@ -86,13 +87,26 @@ def test_caps_are_measured_as_caps(monkeypatch):
     assert "jaxcap-cudnn+cap" not in known
 
 
+def test_logits_have_their_size():
+    from jaxcap.bench.measure import _jax_inputs
+
+    case = dataclasses.replace(TINY, query_length=64, key_length=64, head_size=64)
+    for size in (1.0, 12.5):
+        q, _, k, _ = _jax_inputs(dataclasses.replace(case, logits=size))
+        k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
+        logits = jnp.einsum("btnd,bsnd->bnts", q, k) / 8
+        assert abs(float(logits.std()) / size - 1) < 0.1
+
+
 def test_command(tmp_path, capsys):
     out, picture = tmp_path / "deep" / "rows.json", tmp_path / "bars.png"
     words = ["--q", "1,16,2,8", "--kv-heads", "1", "--causal", "--dtype", "float32"]
+    words += ["--logits", "1,12.5"]
     words += ["--implementations", "jaxcap-xla", "--rounds", "1", "--burst", "0"]
     assert run(*words, "--json", str(out), "--picture", str(picture)) == 0
     printed = capsys.readouterr().out
     assert "| 1x16x2x8 |" in printed
+    assert "| 1x16x2x8_logits12.5 |" in printed
     document = json.loads(out.read_text())
     assert {row["passes"] for row in document["rows"]} == set(PASSES)
     assert {row["implementation"] for row in document["rows"]} == {
@@ -120,6 +134,8 @@ def test_small_speeds_have_digits():
     ("words", "match"),
     [
         (["--cases", "d999"], "--cases: no d999"),
+        (["--q", "1,8,2,8", "--logits", "1,0"], "--logits must be positive numbers"),
+        (["--q", "1,8,2,8", "--logits", "big"], "got 'big'"),
         (["--q", "1,2"], "--q must be B,T,N,H"),
         (["--q", "1,8,2,8", "--implementations", "nothing"], "none begins with nothing"),
         (["--q", "1,8,2,8", "--rounds", "0"], "--rounds must be at least 1, got 0"),

@@ -5,7 +5,10 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call in bfloat16 with `scale = head_size ** -0.5`; `window_left` None is unbounded."""
+    """One call in bfloat16 with `scale = head_size ** -0.5`; `window_left` None is unbounded.
+
+    `logits`: their standard deviation before the cap, of normal inputs.
+    """
 
     name: str
     batch: int
@@ -18,6 +21,7 @@ class Case:
     window_left: int | None = None
     softcap: float = 50.0
     dtype: str = "bfloat16"
+    logits: float = 1.0
 
     @property
     def pairs(self) -> int:

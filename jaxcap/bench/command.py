@@ -1,6 +1,8 @@
 """The command line of `jaxcap bench` and of `benchmarks/attention.py`."""
 
 import argparse
+import dataclasses
+import math
 import pathlib
 import shlex
 import sys
@@ -24,6 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--window-left", type=int, metavar="W", help="with --q: keys before the query, causal")
     add("--softcap", type=float, default=50.0, help="with --q; 50")
     add("--dtype", default="bfloat16", help="with --q; bfloat16")
+    add(
+        "--logits",
+        default="1",
+        metavar="S,...",
+        help="standard deviations of the logits before the cap, which speed may depend on; 1",
+    )
     add("--implementations", help="comma-separated beginnings of names; all that are installed")
     add("--passes", default=",".join(PASSES), help=",".join(PASSES))
     add("--rounds", type=int, default=5)
@@ -69,6 +77,22 @@ def _cases(args: argparse.Namespace) -> list[Case]:
     ]
 
 
+def _with_logits(cases: list[Case], args: argparse.Namespace) -> list[Case]:
+    """Each case once for every standard deviation that is asked for."""
+    try:
+        sizes = [float(part) for part in args.logits.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or not all(0 < size < math.inf for size in sizes):
+        raise ValueError(f"--logits must be positive numbers, S,..., got {args.logits!r}")
+    suffix = {size: "" if size == 1 else f"_logits{size:g}" for size in sizes}
+    return [
+        dataclasses.replace(case, name=case.name + suffix[size], logits=size)
+        for case in cases
+        for size in sizes
+    ]
+
+
 def _implementations(args: argparse.Namespace) -> list[Implementation]:
     known = available()
     if args.implementations is None:
@@ -84,7 +108,7 @@ def _implementations(args: argparse.Namespace) -> list[Implementation]:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        cases = [] if args.merge else _cases(args)
+        cases = [] if args.merge else _with_logits(_cases(args), args)
         implementations = _implementations(args)
         merged = [row for path in args.merge or () for row in report.read(path)]
         passes = args.passes.split(",")

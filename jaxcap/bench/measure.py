@@ -66,16 +66,18 @@ _inputs: dict[Case, tuple] = {}
 
 def _jax_inputs(case: Case) -> tuple:
     import jax
+    import jax.numpy as jnp
 
     if case not in _inputs:
         _inputs.clear()
         keys = jax.random.split(jax.random.key(0), 4)
         heads = (case.query_heads,) * 2 + (case.kv_heads,) * 2
         lengths = (case.query_length,) * 2 + (case.key_length,) * 2
-        _inputs[case] = tuple(
+        q, *rest = (
             jax.random.normal(key, (case.batch, length, n, case.head_size), case.dtype)
             for key, length, n in zip(keys, lengths, heads, strict=True)
         )
+        _inputs[case] = (q * jnp.asarray(case.logits, q.dtype), *rest)
     return _inputs[case]
 
 

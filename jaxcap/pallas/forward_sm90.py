@@ -599,7 +599,8 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                 for c in range(cq):
                     at = q.at[work.b, pl.ds(work.q_first, rows), work.h, pl.ds(none + c * wq, wq)]
                     plgpu.copy_gmem_to_smem(at, qs.at[q_slot, c], q_full.at[q_slot])
-                if near:  # while the consumers have slots of the tile before
+
+                def scale():
                     plgpu.barrier_wait(q_full.at[q_slot])
                     cubic.scale(qs, q_slot, 2 * wq, log2_scale)
                     plgpu.barrier_arrive(q_scaled.at[q_slot])
@@ -620,6 +621,8 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                                 work.b, pl.ds(first, keys), hk, pl.ds(none + c * width, width)
                             ]
                             plgpu.copy_gmem_to_smem(at, smem.at[slot, c], kv_full.at[slot])
+                    if near:  # Q is there, and the consumers still have slots of the tile before
+                        pl.when(u == 0)(scale)
 
                 return used + work.steps.count + 1
 
