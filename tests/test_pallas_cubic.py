@@ -44,7 +44,7 @@ def rounded(x):
 
 
 def asm(_, args, text, *__):
-    if text.startswith("mul.ftz.sat.f32"):
+    if text == "mul.ftz.sat.f32 $0, $1, $1;":
         product = np.nan_to_num(args[0] * args[0], nan=0.0, posinf=1.0)
         return np.where(product < np.finfo(np.float32).tiny, np.float32(0), np.minimum(product, 1))
     assert text == "cvt.rn.bf16x2.f32 $0, $1, $2;"
@@ -79,7 +79,7 @@ def on_numbers(monkeypatch):
         f32=lambda: np.float32,
         i32=lambda: np.int32,
         asm=asm,
-        scalars=lambda x: x.registers,
+        scalars=lambda x: list(x.registers),
         fragment=lambda values, *_: types.SimpleNamespace(registers=values, shape=None),
         joined=lambda e, r: (register(e).view(np.int32) << 5) + register(r).view(np.int32),
         first_row_and_column=lambda: (LANES // 32 * 16 + LANES % 32 // 4, LANES % 4 * 2),

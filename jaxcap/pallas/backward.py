@@ -186,7 +186,7 @@ def kernel_inputs(plan: Any, spec: AttentionSpec, operands: Operands, d_out, nls
 
 
 def unpermuted(plan: Any, dq: Array) -> Array:
-    """The accumulator as [B, padded T, N, padded H]."""
+    """The accumulator as [B, padded T, N, padded H], by XLA, which can add it to other parts as it goes."""
     b, n, tiles = dq.shape[:3]
     groups = plan.padded_head_size // 8
     x = dq.reshape(b, n, tiles, groups, 4, 8, 4, 2, 2)  # warp, row, lane, half, column
@@ -208,7 +208,7 @@ def backward(
     """
     from jax.experimental import pallas as pl
 
-    from jaxcap.pallas import backward_scores, backward_sm90
+    from jaxcap.pallas import backward_convert, backward_scores, backward_sm90
 
     plan = make_plan(spec, config)
     up = backward_scores.boost(plan.dtype)
@@ -218,13 +218,16 @@ def backward(
     by_row = ("dead", "kseg", "qseg", "kpos", "qpos", "mask", "bias", "slopes")
     shared = tuple(name for name in by_row if name in inputs and inputs[name].shape[0] == 1)
     plan = dataclasses.replace(plan, shared_rows=shared)
+    # Zeros that depend on nothing XLA makes for all layers, or all steps of a ring, at once and keeps.
+    before = [ndelta, operands.key[0, 0, 0, 0]] if plan.partial else ndelta
+    zero, _ = jax.lax.optimization_barrier((jnp.float32(0), before))
     results = {
-        "dq": jnp.zeros(plan.dq_shape, jnp.float32),
+        "dq": jnp.full(plan.dq_shape, zero),
         "dk": jnp.zeros(operands.key.shape, plan.result_dtype),
         "dv": jnp.zeros(operands.value.shape, plan.result_dtype),
     }
     if plan.scores.bias_gradient:
-        results["dbias"] = jnp.zeros(operands.bias.shape, jnp.float32)
+        results["dbias"] = jnp.full(operands.bias.shape, zero)
 
     # Inside `run_state` the references cause no effect that a transformation outside would meet.
     def run(refs):
@@ -234,8 +237,11 @@ def backward(
     # Under shard_map all come out as replicated, whatever was written to them.
     varying = varying_over(inputs)
     done = jax.tree.map(varying, pl.run_state(run)(results))
-    total = unpermuted(plan, done["dq"])[:, : spec.query_length, :, : spec.head_size]
-    d_query = (total * (plan.scores.scale * 2.0**-up)).astype(plan.result_dtype)
+    factor = plan.scores.scale * 2.0**-up
+    if plan.partial:
+        d_query = unpermuted(plan, done["dq"])[:, : spec.query_length, :, : spec.head_size] * factor
+    else:
+        d_query = varying(backward_convert.converted(plan, done["dq"], factor))
     d_bias = None
     if "dbias" in done:
         d_bias = done["dbias"] * 2.0**-up

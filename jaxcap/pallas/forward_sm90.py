@@ -50,7 +50,7 @@ from jaxlib.mlir.dialects import arith, memref
 
 from jaxcap import tile_tables, tiles
 from jaxcap.mask import keep_tile
-from jaxcap.pallas import cubic, schedule, wide
+from jaxcap.pallas import cubic, notes, schedule, wide
 from jaxcap.pallas import instructions as ins
 from jaxcap.pallas import scores as sc
 from jaxcap.pallas.config import HEADROOM, ForwardConfig
@@ -256,7 +256,7 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
     near = near and cubic.applies(spec, keys, counts, workers)
     # As many k steps of P V share the fence before S, so that their part of P is packed before S is begun:
     # what three warpgroups lack are registers.
-    fenced = 0 if W != 3 or cleans else 1 if trail_most > 0 else 2
+    fenced = 0 if W != 3 or cleans else 2
     if near:
         log2_scale = cubic.log2_scale(spec)
         call = dataclasses.replace(call, scale=call.scale * 2.0**log2_scale)
@@ -272,7 +272,7 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
         out, lse, qs, ks, vs, *rest = refs
         os = rest.pop(0) if staged and not share else qs
         q_full, kv_full, *rest = rest
-        notes, undone, q_scaled = rest if near else (None,) * 3
+        marks, undone, q_scaled = rest if near else (None,) * 3
         q_ready = q_scaled if near else q_full
         wg, cta = lax.axis_index("wg"), lax.axis_index("x")
         none = wg * 0  # a zero that is no constant: slices may reach past the end of an array
@@ -437,8 +437,8 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                     form = "words"
                     if near:
                         form = "numbers"
-                        away = cubic.exact_form(s, cubic.noted(notes, ALWAYS), largest)
-                        cubic.note(notes, NOW, away)
+                        away = cubic.exact_form(s, notes.noted(marks, ALWAYS), largest)
+                        notes.note(marks, NOW, away)
                     # 2. P(begin). Then S(j) beside O += P(j-1) V(j-1), and P(j) beside the latter.
                     state = () if ones else (filled((64,), ROW),)
                     if shift is None:
@@ -474,7 +474,7 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                         # A loop of no steps, not a branch: the first loop gets the better code.
                         last = jnp.where(away == 0, stop, at)
                         carry = done(steps(last, "cubic", carry))
-                        away = cubic.noted(notes, NOW)
+                        away = notes.noted(marks, NOW)
                         return lax.cond(away == 0, lambda c: c, lambda c: done(exact(c)), carry)
 
                     def step(j, carry, masked, form):
@@ -541,10 +541,10 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                         most = (end - begin) * keys
                         bad = cubic.disproved(o[1], first, most, spec, shift)
 
-                        @pl.when((cubic.noted(notes, NOW) == 0) & (bad != 0))
+                        @pl.when((notes.noted(marks, NOW) == 0) & (bad != 0))
                         def _():
-                            cubic.note_once(undone, wg, n)
-                            cubic.note(notes, ALWAYS, I32(1))
+                            notes.note_once(undone, wg, n)
+                            notes.note(marks, ALWAYS, I32(1))
 
                     if ones:
                         o, *sums = o
@@ -578,8 +578,8 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                 all_meet()
 
             if near:
-                cubic.note_once(undone, wg, I32(-1))
-                cubic.note(notes, ALWAYS, I32(0))
+                notes.note_once(undone, wg, I32(-1))
+                notes.note(marks, ALWAYS, I32(0))
             for_each_tile(tile, I32(0), decide)
             if config.turns:
                 pl.when(wg == 0)(lambda: ins.named_barrier("sync", turn, 256))
