@@ -10,7 +10,9 @@ straight line, so that it rises everywhere. With c = cap * log2(e) * tanh(L) the
 
 A sum that does not say both (that of a NaN, too) makes its warpgroup take the exact form from then on, and
 its block does that tile once more, after all others. A warpgroup takes the exact form for a tile, too, whose
-first step has logits that make this likely. All of it follows from the data alone: results repeat to the bit.
+first step has logits that make this likely. All of it follows from the data of the call alone, so that it
+gives the same bits again; but the form of a row depends on other rows, its bits (not its error) as well.
+It is weights that are proved: a key far below -L may weigh nothing, also where its value is 1e30 or infinite.
 """
 
 import functools
@@ -49,7 +51,7 @@ def applies(spec: AttentionSpec, keys: int, steps: np.ndarray, workers: int) -> 
     if spec.softcap is None or spec.softcap > LARGE_CAP or not spec.scale:
         return False
     room = 2.0 ** log2_highest(spec) >= max(4 * keys, 2 * spec.key_length)
-    room = room and abs(log2_scale(spec)) <= 24  # Q stays far from the ends of bfloat16
+    room = room and 0 <= log2_scale(spec) <= 24  # Q stays far from the ends of bfloat16
     return room and len(steps) >= LEAST_TILES * workers and float(np.mean(steps)) >= LEAST_STEPS
 
 
@@ -160,13 +162,13 @@ def disproved(sums: Any, first: Any, keys: Any, spec: AttentionSpec, shift: int)
         for half, l in enumerate(ins.scalars(sums)[::2]):
             at = arith.addi(row, const(8 * half))
             n = keys.registers[()]
-            if band_high is not None:
+            if band_low is not None or band_high is not None:
                 position = arith.addi(at, const(spec.query_offset))
-                start = const(0)
+                start, stop = const(0), const(spec.key_length)
                 if band_low is not None:
                     start = arith.maxsi(start, arith.addi(position, const(band_low)))
-                stop = arith.addi(position, const(band_high + 1))
-                stop = arith.minsi(stop, const(spec.key_length))
+                if band_high is not None:
+                    stop = arith.minsi(stop, arith.addi(position, const(band_high + 1)))
                 n = arith.minsi(n, arith.subi(stop, start))
             least = arith.mulf(arith.sitofp(ins.f32(), n), const(low))
             above = arith.cmpf(arith.CmpFPredicate.OGT, l, least)
