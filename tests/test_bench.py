@@ -59,8 +59,15 @@ def test_rows_of_a_peer_that_fails_or_has_no_backward():
     assert works_row.ms is not None
     assert works_row.tflops == pytest.approx(TINY.flops(False) / works_row.ms / 1e9)
     table = report.table(rows, "forward")
+    assert table.splitlines()[0] == "| forward, TFLOP/s | works+cap | forward plain |"
     assert table.splitlines()[2].startswith("| tiny | ")
-    assert "–" in table
+    assert "–" not in table
+    wider = [dataclasses.replace(x, case="other") for x in rows if "plain" in x.implementation]
+    assert "| other | – | " in report.table([*rows, *wider], "forward")
+    assert report.refusals(rows).splitlines() == [
+        "broken+cap: RuntimeError: no kernel",
+        "forward plain: has no backward (tiny forward+backward)",
+    ]
 
 
 def test_a_result_that_is_not_finite_is_an_error():

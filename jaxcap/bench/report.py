@@ -37,9 +37,9 @@ def _short(tflops: float) -> str:
 
 
 def table(rows: Sequence[Row], passes: str) -> str:
-    """TFLOP/s, a line a case and a column an implementation, in Markdown."""
+    """TFLOP/s, a line a case and a column an implementation that ran one of them, in Markdown."""
     rows = [row for row in rows if row.passes == passes]
-    names = list(dict.fromkeys(row.implementation for row in rows))
+    names = list(dict.fromkeys(row.implementation for row in rows if row.tflops is not None))
     found = {(row.case, row.implementation): row for row in rows}
     lines = [f"| {passes}, TFLOP/s | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for case in dict.fromkeys(row.case for row in rows):
@@ -52,8 +52,17 @@ def table(rows: Sequence[Row], passes: str) -> str:
 
 
 def refusals(rows: Sequence[Row]) -> str:
+    """A line for each implementation and reason, and where that was if not everywhere."""
+    asked: dict[str, list[str]] = {}
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        place = f"{row.case} {row.passes}"
+        asked.setdefault(row.implementation, []).append(place)
+        if row.error:
+            found.setdefault((row.implementation, row.error), []).append(place)
     return "\n".join(
-        f"{r.implementation}, {r.case}, {r.passes}: {r.error}" for r in rows if r.error
+        f"{name}: {error}" + ("" if places == asked[name] else f" ({', '.join(places)})")
+        for (name, error), places in found.items()
     )
 
 
