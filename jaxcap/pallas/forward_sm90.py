@@ -64,6 +64,7 @@ I32 = jnp.int32
 Q_FREE, FREE, MEET = 6, 8, 12
 ALWAYS, NOW = 0, 1  # rows of a warp's notes (`cubic`): the exact form from now on, and in this tile
 SHARED_MEMORY = 225 * 1024  # for tiles, of the 227 KB that a block may have
+NOTES = 1024  # what `near` takes of the tiles' share; barriers and notes have 3 KB then
 MOST_TILES = 2**17  # whose order is worked out when the call is traced, at a microsecond each
 LN2 = math.log(2.0)
 
@@ -252,7 +253,7 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
     elements += 0 if share or not staged else cv * rows * wv
     ones = ones and 2 * elements <= SHARED_MEMORY
     packed = lambda pair: ones and sc.uses_fma(pair, config.exp_packed)
-    near = config.cubic and ones and persistent
+    near = config.cubic and ones and persistent and 2 * elements <= SHARED_MEMORY - NOTES
     near = near and cubic.applies(spec, keys, counts, workers)
     # As many k steps of P V share the fence before S, so that their part of P is packed before S is begun:
     # what three warpgroups lack are registers.
