@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
@@ -21,6 +22,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jaxcap.pallas import instructions as ins
 from jaxcap.pallas.backward_plan import WIDTH, Plan, divmod_by
+from jaxcap.pallas.backward_scores import write_pairs
 from jaxcap.pallas.instructions import const
 
 GROUPS = WIDTH // 8
@@ -29,11 +31,7 @@ PTX = {jnp.dtype(jnp.bfloat16): "bf16x2", jnp.dtype(jnp.float16): "f16x2"}
 
 
 def _convert(source: Any, target: Any, factor: float) -> None:
-    """Writes factor * `source` [4096] to `target` [64, 64] in shared memory, 16 bits, swizzled.
-
-    One stmatrix stores 16 columns, four 8 x 8 matrices, at whose rows the lanes 8 i to 8 i + 7 point: of
-    matrix i the rows from 8 (i % 2) on, the columns from 8 (i / 2) on.
-    """
+    """Writes factor * `source` [4096] to `target` [64, 64] in shared memory, 16 bits, swizzled."""
     kind = PTX[jnp.dtype(target.dtype)]
 
     def body(ctx, source, target):
@@ -48,22 +46,13 @@ def _convert(source: Any, target: Any, factor: float) -> None:
             llvm.load(four, utils.getelementptr(base, [512 * j], ins.f32()), alignment=16)
             for j in range(GROUPS)
         ]
-        i, r = arith.shrui(lane, const(3)), arith.andi(lane, const(7))
-        row = arith.addi(arith.shli(warp, const(4)), r)
-        row = arith.addi(row, arith.shli(arith.andi(i, const(1)), const(3)))
-        at = arith.shli(arith.xori(arith.shrui(i, const(1)), r), const(4))
-        at = arith.addi(at, arith.muli(row, const(2 * WIDTH)))
-        at = arith.addi(at, llvm.ptrtoint(ins.i32(), utils.memref_ptr(target)))
-        for g in range(GROUPS // 2):
-            pairs = []
-            for values in loaded[2 * g : 2 * g + 2]:
-                x = [arith.mulf(v, const(float(factor))) for v in ins.elements(values)]
-                for low, high in (x[:2], x[2:]):
-                    text = f"cvt.rn.{kind}.f32 $0, $1, $2;"
-                    pairs.append(ins.asm(ins.i32(), [high, low], text, "=r,f,f"))
-            text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1,$2,$3,$4};"
-            place = arith.xori(at, const(32 * g))
-            ins.asm(ins.void(), [place, *pairs], text, "r,r,r,r,r", True)
+        pairs = np.empty((1, GROUPS, 2), object)
+        for g, values in enumerate(loaded):
+            x = [arith.mulf(v, const(float(factor))) for v in ins.elements(values)]
+            for half in (0, 1):
+                text, two = f"cvt.rn.{kind}.f32 $0, $1, $2;", [x[2 * half + 1], x[2 * half]]
+                pairs[0, g, half] = ins.asm(ins.i32(), two, text, "=r,f,f")
+        write_pairs(target, pairs)
 
     ins.inline(body, [(source, plgpu.RefType()), ins.swizzled(target, 2 * WIDTH)])
 

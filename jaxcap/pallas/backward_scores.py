@@ -536,34 +536,43 @@ def store_fragments(ref: Any, x: Any) -> None:
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))(store)(ref, x)
 
 
-def store_pairs(ref: Any, x: Any) -> None:
-    """A 16-bit tile into rows of `ref` (tiled by 8 x 64, swizzled), from registers ordered as wgmma's A.
+def write_pairs(ref: Any, pairs: np.ndarray) -> None:
+    """Values of 16 bits into the rows of `ref`, which is tiled by 8 x 64 and swizzled.
 
-    In any other order they would have to be moved together first. One stmatrix stores 16 columns, four 8 x 8
-    matrices, at whose rows the lanes 8 i to 8 i + 7 point: of matrix i the rows from 8 (i % 2) on, the
-    columns from 8 (i / 2) on. Row r lies 128 r bytes into the tile, the piece c of its eight at c ^ (r % 8).
+    pairs: int32 [rows / 64, columns / 8, 2], the two values that a thread has of its row and of row + 8. One
+    stmatrix stores 16 columns, four 8 x 8 matrices, at whose rows the lanes 8 i to 8 i + 7 point: of matrix i
+    the rows from 8 (i % 2) on, the columns from 8 (i / 2) on. Row r lies 128 r bytes into a tile, the piece c
+    of its eight at c ^ (r % 8); 64 columns lie so without tiling, too.
     """
-    tall, wide = x.shape[0] // 64, x.shape[1] // 8
+    tall, wide, _ = pairs.shape
+    tid = arith.remui(utils.thread_idx(), _n(128))
+    lane, warp = arith.remui(tid, _n(32)), arith.divui(tid, _n(32))
+    i, r = arith.divui(lane, _n(8)), arith.remui(lane, _n(8))
+    tiles = wide // 8  # side by side
+    eight = arith.addi(arith.muli(warp, _n(2)), arith.remui(i, _n(2)))
+    at = arith.addi(arith.muli(eight, _n(1024 * tiles)), arith.muli(r, _n(128)))
+    at = arith.addi(at, arith.muli(arith.xori(arith.divui(i, _n(2)), r), _n(16)))
+    at = arith.addi(at, llvm.ptrtoint(_i32(), utils.memref_ptr(ref)))
+    void = ir.Type.parse("!llvm.void")
+    for m, g in np.ndindex(tall, wide // 2):
+        place = arith.xori(at, _n(32 * (g % 4)))
+        place = arith.addi(place, _n(1024 * (8 * m * tiles + g // 4)))
+        text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1,$2,$3,$4};"
+        four = pairs[m, 2 * g : 2 * g + 2].flat
+        _asm(void, [place, *four], text, "r,r,r,r,r", True)
+
+
+def store_pairs(ref: Any, x: Any) -> None:
+    """A 16-bit tile into `ref` (tiled by 8 x 64, swizzled), from registers ordered as wgmma's A: in any other
+    order they would have to be moved together first."""
 
     def store(ctx, ref, x):
         del ctx
-        tid = arith.remui(utils.thread_idx(), _n(128))
-        lane, warp = arith.remui(tid, _n(32)), arith.divui(tid, _n(32))
-        i, r = arith.divui(lane, _n(8)), arith.remui(lane, _n(8))
-        tiles = wide // 8  # side by side
-        eight = arith.addi(arith.muli(warp, _n(2)), arith.remui(i, _n(2)))
-        at = arith.addi(arith.muli(eight, _n(1024 * tiles)), arith.muli(r, _n(128)))
-        at = arith.addi(at, arith.muli(arith.xori(arith.divui(i, _n(2)), r), _n(16)))
-        at = arith.addi(at, llvm.ptrtoint(_i32(), utils.memref_ptr(ref)))
-        pairs = x.registers.reshape(tall, wide, 2)
         one = ir.VectorType.get((1,), _i32())
-        void = ir.Type.parse("!llvm.void")
-        for m, g in np.ndindex(tall, wide // 2):
-            four = [_at(vector.bitcast(one, pairs[m, 2 * g + y // 2, y % 2]), 0) for y in range(4)]
-            place = arith.xori(at, _n(32 * (g % 4)))
-            place = arith.addi(place, _n(1024 * (8 * m * tiles + g // 4)))
-            text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1,$2,$3,$4};"
-            _asm(void, [place, *four], text, "r,r,r,r,r", True)
+        pairs = np.empty((x.shape[0] // 64, x.shape[1] // 8, 2), object)
+        for at, pair in enumerate(x.registers.flat):
+            pairs.flat[at] = _at(vector.bitcast(one, pair), 0)
+        write_pairs(ref, pairs)
 
     kind = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
     plgpu.inline_mgpu(arg_types=(kind, WGMMA))(store)(ref, x)

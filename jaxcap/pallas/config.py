@@ -51,8 +51,8 @@ class ForwardConfig:
 # the maximum of every tile, no cap, 713 / 623; ones as a product of their own 757 / 673 beside 778 / 686,
 # as a second wgmma for half the columns 701 / 697 beside 776 / 705.
 WIDE = ForwardConfig(2, 64, 2, turns=True, ones=False)
-# The same with a cap, bounded, and without masks but of the band: causal 781 / 703, WIDE in the same run
-# 771 / 686, this without t 769 / 691; full 791 / 712 beside 770 / 721.
+# The same with a cap, bounded, and without masks but of the band: causal 781 / 703 and 771 / 689, WIDE in the
+# same runs 771 / 686 and 739 / 689, this without t 769 / 691; full 791 / 712 beside 770 / 721.
 CAPPED_256 = dataclasses.replace(WIDE, keys=80)
 # Q and O in chunks of different widths, so that O has no room where Q was.
 WIDE_APART = dataclasses.replace(WIDE, keys=48)
@@ -68,14 +68,15 @@ SIZE_192 = ForwardConfig(2, 80, 2, turns=True, exp_packed=(1, 2))
 # 598; causal: e13 p 646 / 598, with turns 631 / 582. Between transfers of a ring four stages, apart, were
 # 615 and three, whose slots were divided for by three in every step, 562; four together 618, of which three
 # are the same loop.
-# Cubic: full 772 / 690 (exact in the same run 727 / 659), causal 745 / 665 (705 / 626), window 688 / 645
+# Cubic: full 766 / 691 (exact in the same run 705 / 651), causal 731 / 662 (665 / 617), window 691 / 636
 # (664 / 609), 32k with a cap of 30 777 / 695 (716 / 649), 512 keys 386 / 362 (415 / 372: not there). Logits
-# that reach the cap, beside the exact form alone: full 689 / 653 (734 / 659), causal 689 / 632 (689 / 629).
+# that reach the cap, one step of P V under the fence of S: full 689 / 653 (734 / 659), causal 689 / 632
+# (689 / 629).
 CAPPED_128 = ForwardConfig(3, 64, 3, exp_fma=(1, 3), exp_packed=(3, 4), persistent=True, cubic=True)
 # 128, causal 16 x 1k, where 192 queries leave a third of the last tile empty: this 506 / 454
 # (FlashAttention 3 plain 513 / 456), h34 508 / 452, apart 497 / 447; h11 448, w3 64 three stages h34 429
 # sustained. Without h, apart, another run: 461, without p 389.
-# Cubic: 509 / 460 (503 / 451); where logits reach the cap 476 / 437 (510 / 457).
+# Cubic: 507 / 454 (502 / 446); where logits reach the cap 488 / 436 (502 / 446).
 CAPPED_128_1K = ForwardConfig(2, 64, 4, exp_packed=(1, 2), persistent=True, cubic=True)
 # 128 without a cap, full 8k: this 818 / 720 (FlashAttention 3: 734 / 666), apart 787 / 721, f 808 / 722;
 # ones, beside a maximum that is 2**29 too large so that one OR of P shows whether it held, 807 / 718, f 788
@@ -90,13 +91,13 @@ UNCAPPED_128 = ForwardConfig(3, 64, 4, persistent=True, ones=False)
 UNCAPPED_128_1K = ForwardConfig(2, 128, 2, turns=True, persistent=True, ones=False)
 # 96, causal 8k: this 557 / 518; with three stages 568 / 514; h12 529 / 496, apart 528 / 497. Without h,
 # apart: 527 / 488; without p 516 / 483; w3 80 e12 p 526 / 491.
-# Cubic: 648 / 580 (579 / 520).
+# Cubic: 631 / 575 (579 / 520).
 SIZE_96 = ForwardConfig(3, 64, 4, exp_fma=(1, 2), exp_packed=(3, 4), persistent=True, cubic=True)
 # 64, causal 8k: this 484 / 461 (FlashAttention 3 plain 541 / 491), apart w4 48 h58 446 / 433; f h78 460 /
 # 447, h34 428 / 427; w4 48 without f: h78 475 / 454, h58 465 / 441, h11 456 / 438; w3 128 three stages f
 # h11 458 / 438, h58 447 / 433; w3 80 h58 445 / 427; w3 64 h58 433 / 426. Without h, apart: w4 48 e12 417 /
 # 414; w3 64 e12 408 / 404. With segments w3 64 h34 takes 3% longer.
-# Cubic: causal 585 / 535 (480 / 460), full 537 / 509 (455 / 442); where logits reach the cap 464 / 451 (475 /
+# Cubic: causal 579 / 523 (474 / 454), full 537 / 509 (455 / 442); where logits reach the cap 464 / 451 (475 /
 # 460).
 SIZE_64 = ForwardConfig(
     4, 64, 4, pv_first=True, exp_fma=(1, 2), exp_packed=(1, 1), persistent=True, cubic=True

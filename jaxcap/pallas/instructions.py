@@ -221,7 +221,8 @@ def pv(
     """(O + P V,), begun: `p` [64, rows] 16-bit in `WG`; a tile of V [chunks, rows, width] begins at `v_unit`.
 
     Of an `acc` (O, l), l [64, 8], the second is what P times the columns after V adds to it, in the same
-    wgmma: in them are ones (`write_ones`).
+    wgmma: in them are ones (`write_ones`). The first `fenced` k steps stand under the fence of a product that
+    was begun just before.
     """
     n = sum(x.shape[1] for x in acc)
 

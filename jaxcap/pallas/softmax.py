@@ -60,6 +60,7 @@ def softmax(
         drop = call.survives(places, at, arrays)
         state = [ins.scalars(v) for v in state]
         if cap is not None:
+            assert not masked
             p, new = [sc.exp2(e) for e in cap(x, call.inner, call.outer, shift)], []
         elif shift is not None:
             p, new = _bounded(x, state, order, keep, call, config, shift)
