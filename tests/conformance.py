@@ -117,10 +117,8 @@ def allowed_of(wanted: Expected, backend: str, dtype: str) -> Expected:
     """With the tolerances of the backend of that name."""
     found, cap = selection.backends()[backend], wanted.work.softcap
     tanh_error = getattr(found, "tanh_error", lambda softcap: 0.0)
-    sum_error = getattr(found, "sum_error", lambda *call: 0.0)
-    operands, dropout = wanted.inputs.operands, wanted.inputs.static["dropout_rate"]
-    largest = max(operands["query"].shape[3], operands["value"].shape[3])
-    return allowed(wanted, tanh_error(cap), sum_error(cap, dtype, largest, dropout))
+    sum_error = getattr(found, "sum_error", lambda softcap, dtype: 0.0)
+    return allowed(wanted, tanh_error(cap), sum_error(cap, dtype))
 
 
 @functools.lru_cache(maxsize=256)

@@ -18,15 +18,9 @@ class Pallas:
         """Relative error of tanh."""
         return TANH_APPROX_ERROR if softcap <= LARGE_CAP else 0.0
 
-    def sum_error(
-        self, softcap: float | None, dtype: str, size: int = 0, dropout_rate: float = 0.0
-    ) -> float:
-        """Relative error, in the mean square, of a probability in the sums behind the residual.
-
-        `size`: the larger of head size and value size.
-        """
-        rounded = softcap and dtype == "bfloat16" and size <= 192 and not dropout_rate
-        return ROUNDING if rounded else 0.0
+    def sum_error(self, softcap: float | None, dtype: str) -> float:
+        """Relative error, in the mean square, of a probability in the sums behind the residual."""
+        return ROUNDING if softcap and dtype == "bfloat16" else 0.0
 
     def reasons(self, spec: AttentionSpec) -> list[str]:
         found = []

@@ -56,7 +56,8 @@ def make_plan(spec: AttentionSpec, config: Any = None) -> Any:
     from jaxcap.pallas.backward_scores import Scores
     from jaxcap.pallas.forward_sm90 import multiprocessors
 
-    config = config or config_for(spec.head_size, spec.value_size)
+    heavy = bool(spec.dropout_rate) or "bias" in spec.gradients
+    config = config or config_for(spec.head_size, spec.value_size, heavy)
 
     def strides(shape):
         return None if shape is None else (shape[3] * (shape[2] > 1), int(shape[3] > 1))

@@ -6,12 +6,15 @@ from typing import Literal
 Design = Literal["rows", "products"]
 
 
+LOADER_REGISTERS = 24
+
+
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
     """How one thread block works through the queries of its KV tile.
 
     `rows`: every compute warpgroup owns `block_kv / compute` rows of the KV tile and does S^T, dP^T, dV
-    and dK for them; the last warpgroup computes dQ = dS K, adds it to memory and issues the loads.
+    and dK for them; another computes dQ = dS K, adds it to memory and, without `loader`, issues the loads.
     `products`: warpgroup 0 does S^T and dV, warpgroup 1 dP^T and dK, warpgroup 2 dQ and the loads.
     """
 
@@ -28,11 +31,18 @@ class BackwardConfig:
     load_early: bool = False  # Q and dO are loaded beside adding the last piece of dQ, not after it
     q_by_ds: bool = False  # `products`: warpgroup 1 loads Q as soon as both have read it
     joined: bool = False  # `rows`: Q and dO of a step share their barriers
+    loader: bool = (
+        False  # one more warpgroup only loads: a tile is asked for as soon as its place is free
+    )
     evidence: str = ""
 
     @property
+    def warpgroups(self) -> int:
+        return self.compute + 1 + self.loader
+
+    @property
     def threads(self) -> int:
-        return 128 * (self.compute + 1)
+        return 128 * self.warpgroups
 
     @property
     def rows(self) -> int:
@@ -67,10 +77,14 @@ CONFIGS = {
         stages=2,
         stages_ds=2,
         dq="tma",
-        registers=(216, 72),
+        registers=(208, 72),
         delta_late=True,
         joined=True,
-        evidence="causal 565 / 526, in the same run without joined 551 / 494 (562 / 524 in another). Lost: "
+        loader=True,
+        evidence="full 609 / 578, window 566 / 521, causal 580 / 538, in the same run without loader (216 "
+        "registers) 561 / 543, 543 / 507 and 574 / 535, another run causal 577 / 518 and 545 / 499; with "
+        "three stages full 604 / 556, causal 534 / 500. Without loader causal 565 / 526, without joined too "
+        "551 / 494. Lost: "
         "load_early 551 / 521 beside 566 / 529; -delta added by a product with ones, in three parts "
         "of 16 bits, 558 / 528. When it was 534 / 493, and 570 / 538 full: without delta_late 532 / "
         "488 and 573 / 533; P (1 - t^2) through shared memory 521 / 474; three stages of Q 513 / 466, "
@@ -106,6 +120,11 @@ CONFIGS = {
 }
 
 
-def config_for(head_size: int, value_size: int) -> BackwardConfig:
-    """The configuration for a pair of head sizes up to 256."""
-    return CONFIGS[-(-max(head_size, value_size) // 64) * 64]
+#: 128 with more registers, for dropout and the gradient of a bias.
+HEAVY_128 = dataclasses.replace(CONFIGS[128], loader=False, registers=(216, 72), evidence="")
+
+
+def config_for(head_size: int, value_size: int, heavy: bool = False) -> BackwardConfig:
+    """The configuration for a pair of head sizes up to 256; `heavy`: dropout or the gradient of a bias."""
+    size = -(-max(head_size, value_size) // 64) * 64
+    return HEAVY_128 if heavy and size == 128 else CONFIGS[size]

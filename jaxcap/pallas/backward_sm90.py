@@ -37,6 +37,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxcap.pallas import wide
+from jaxcap.pallas.backward_config import LOADER_REGISTERS
 from jaxcap.pallas.backward_plan import WIDTH, Plan, Walk
 from jaxcap.pallas.backward_scores import (
     boost,
@@ -85,7 +86,7 @@ class Block:
     def kv_at(self) -> tuple:
         return self.b, pl.ds(self.n * self.c.block_kv, self.c.block_kv), self.h
 
-    # -- loads, by the dQ warpgroup --
+    # -- loads, by the last warpgroup --
     def load_kv(self, k: bool) -> None:
         if k:
             self.K.load(self.k, self.kv_at, self.kv_full)
@@ -445,9 +446,9 @@ class Block:
         self.finish(self.K, 0, dk * self.dk_factor, self.dk)
         plgpu.wait_smem_to_gmem(0)
 
-    def compute_dq(self) -> None:
-        """The last warpgroup: loads, and step 7."""
-        c, plan, total = self.c, self.plan, self.walk.total
+    def first_loads(self) -> tuple[Any, Any]:
+        """Begins to load K, V and as many tiles of Q and dO as there is room for; returns where to go on."""
+        total = self.walk.total
         self.load_kv(True)
         at = self.walk.start
 
@@ -462,7 +463,7 @@ class Block:
             self.load_do(at, 0)
 
         ahead = self.walk.after(at)
-        for s in range(1, c.stages):
+        for s in range(1, self.c.stages):
 
             @pl.when(s < total)
             def _(ahead=ahead, s=s):
@@ -470,7 +471,54 @@ class Block:
                 self.load_do(ahead, s)
 
             ahead = self.walk.after(ahead)
+        return ahead
 
+    def load_ahead(self, j: Any, ahead: tuple) -> None:
+        """Begins to load the tiles at `ahead`, `stages` steps after step j, over those of step j."""
+        c = self.c
+
+        @pl.when(j + c.stages < self.walk.total)
+        def _():
+            stage = lax.rem(j, i32(c.stages))
+            if not c.q_by_ds:
+                wait(self.q_free.at[stage])
+                self.load_q(ahead, stage)
+            if not c.joined:
+                wait(self.do_free.at[stage])
+            self.load_do(ahead, stage)
+
+    def load(self) -> None:
+        """With `loader`, the last warpgroup."""
+        stages = self.c.stages
+        self.load_kv(True)
+
+        def step(j, at):
+            stage = lax.rem(j, i32(stages))
+
+            @pl.when(j >= stages)
+            def _():
+                wait(self.q_free.at[stage])
+
+            self.load_q(at, stage)
+
+            @pl.when(j == 0)
+            def _():
+                self.load_kv(False)
+
+            self.load_do(at, stage)
+            return self.walk.after(at)
+
+        lax.fori_loop(i32(0), self.walk.total, step, self.walk.start)
+
+        @pl.when(self.walk.total == 0)
+        def _():
+            self.load_kv(False)
+
+    def compute_dq(self) -> None:
+        """The warpgroup after the computing ones: step 7 and, without `loader`, the loads."""
+        c, plan, total = self.c, self.plan, self.walk.total
+        at = self.walk.start
+        ahead = at if c.loader else self.first_loads()
         wait(self.kv_full)
         pieces = [
             (m, col)
@@ -490,17 +538,6 @@ class Block:
                     turn, self.ranks[self.b, self.n, i], decrement=False, memory_scope="gpu"
                 )
 
-            def load() -> None:
-                @pl.when(j + c.stages < total)
-                def _():
-                    stage = lax.rem(j, i32(c.stages))
-                    if not c.q_by_ds:
-                        wait(self.q_free.at[stage])
-                        self.load_q(ahead, stage)
-                    if not c.joined:
-                        wait(self.do_free.at[stage])
-                    self.load_do(ahead, stage)
-
             for x, (m, col) in enumerate(pieces):
                 last = x == len(pieces) - 1
 
@@ -513,7 +550,7 @@ class Block:
                 if last:
                     arrive(self.ds_free.at[bb])
                     if c.load_early:
-                        load()
+                        self.load_ahead(j, ahead)
                 if c.dq == "red":
                     place = self.dq.at[self.b, head, i * (c.block_q // 64) + m // 64]
                     red_add(place, part, col // 8)
@@ -531,9 +568,10 @@ class Block:
                     plgpu.wait_smem_to_gmem(0)
                 plgpu.semaphore_signal(turn, 1, memory_scope="gpu")
 
+            if c.loader:
+                return *self.walk.after((g, i)), *ahead
             if not c.load_early:
-                load()
-
+                self.load_ahead(j, ahead)
             return *self.walk.after((g, i)), *self.walk.after(ahead)
 
         lax.fori_loop(0, total, step, (*at, *ahead))
@@ -608,7 +646,7 @@ def kernel(plan: Plan, inputs: dict[str, Any], sums: dict[str, Any]) -> tuple[An
         block = Block(plan, named)
         wg = lax.axis_index("wg")
         high, low = c.registers
-        # 128 threads times (compute + 1) start with an equal share of 65536 registers
+        # all threads start with an equal share of 65536 registers
         change = "increase" if high > 65536 // c.threads // 8 * 8 else "decrease"
         if c.design == "rows":
 
@@ -630,12 +668,19 @@ def kernel(plan: Plan, inputs: dict[str, Any], sums: dict[str, Any]) -> tuple[An
             plgpu.set_max_registers(low, action="decrease")
             block.compute_dq()
 
+        if c.loader:
+
+            @pl.when(wg == c.compute + 1)
+            def _():
+                plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+                block.load()
+
     return plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(inputs[x].shape, plan.result_dtype) for x in ("k", "v")],
         grid=(plan.batch, plan.kv_heads, plan.kv_tiles),
         grid_names=("b", "h", "n"),
-        num_threads=c.compute + 1,
+        num_threads=c.warpgroups,
         thread_name="wg",
         scratch_types=list(places.values()),
         compiler_params=plgpu.CompilerParams(

@@ -246,7 +246,7 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
         counts = schedule.band_steps(grid, None, i, 0, T, S).count + np.zeros(total)
         side["work"] = jnp.asarray(schedule.work_table(counts + schedule.OVERHEAD, workers))
     q_slots = 2 if persistent else 1
-    # Where there is room, l is the sum of P as it is rounded; not with dropout, which comes after the sum.
+    # Where there is room, the product sums P; not with dropout, which comes after the sum.
     ones = config.ones and shift is not None and not spec.dropout_rate
     ones = ones and dtype == jnp.bfloat16 and V % wv == 0 and V <= 248
     elements = q_slots * cq * rows * wq + stages * keys * (cq * wq + (cv + 1) * wv)
@@ -406,7 +406,8 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
                     at = Tile(first, work.k_first(j), work.b, work.h, work.k_stop, work.q_stop)
                     c = config if form == "words" else numbers
                     cap = as_cubic if form == "cubic" else None
-                    return softmax(s, state, at, extras, call, c, shift, masked, most, cap)
+                    rounded = dtype == jnp.bfloat16
+                    return softmax(s, state, at, extras, call, c, shift, masked, most, cap, rounded)
 
                 shapes = ((cq, rows, wq), (cq, keys, wq))
                 q_tile = q_base + q_slot * q_size

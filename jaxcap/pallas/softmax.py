@@ -1,8 +1,9 @@
 """Softmax of one tile of logits in registers: P, its row sums, and what O must be multiplied by.
 
 Bounded form (`softcap.bounded_shift`): P = exp2(score - shift), one constant for all rows. In bfloat16 l is
-the sum of the rounded P, as the product with V takes them: a column of ones beside V adds them up. The
-rounding of a dominant P then cancels in O / l, and nothing is added here.
+the sum of the rounded P, as the product with V takes them, so that the rounding of a dominant P cancels in
+O / l: a column of ones beside V adds them up, and nothing is added here, or where it has no room they are
+rounded before they are added.
 
 Online form: P = exp2(score - m), m the maximum of the row so far. Without a cap and a bias, a tile without
 masks is tried with the m of the tiles before: wherever that m does, the sums of P are finite and below
@@ -39,13 +40,15 @@ def softmax(
     masked: bool,
     limit: float | None,
     cap: Callable | None = None,
+    rounded: bool = False,
 ):
     """(P float32, state): state is (l,) in the bounded form, (l, m, alpha) in the online form.
 
     `cap`: what makes exponents of logits without a mask, `cubic.exponents`. `limit`: of sums beside the old
     maximum, 2**config.HEADROOM; None where there is none yet.
-    l is a thread's own partial sum of its two rows, so that no shuffle is needed before the end. The state
-    is () where the product with V sums; P may hold pairs of words then, see `ForwardConfig.exp_packed`.
+    l is a thread's own partial sum of its two rows, so that no shuffle is needed before the end, in the
+    bounded form of P `rounded` to bfloat16 if the product takes it so. The state is () where the product with
+    V sums; P may hold pairs of words then, see `ForwardConfig.exp_packed`.
     """
     shape = s.shape
 
@@ -63,7 +66,7 @@ def softmax(
             assert not masked
             p, new = [sc.exp2(e) for e in cap(x, call.inner, call.outer, shift)], []
         elif shift is not None:
-            p, new = _bounded(x, state, order, keep, call, config, shift)
+            p, new = _bounded(x, state, order, keep, call, config, shift, rounded)
         else:
             added = call.added(places, at, arrays)
             p, new = _online(x, state, order, keep, added, call, None if masked else limit)
@@ -106,6 +109,7 @@ def _bounded(
     call: Scores,
     config: ForwardConfig,
     shift: int,
+    rounded: bool,
 ):
     """(P, [l] or []): P = 2**(cap * log2(e) * tanh - shift)."""
     p = []
@@ -125,7 +129,16 @@ def _bounded(
         else:
             value = sc.exp2(arith.mulf(t, const(factor)))
         p.append(sc.select(keep(*at), value, const(0.0)))
+    if l and rounded:
+        p = [half for pair in zip(p[::2], p[1::2], strict=True) for half in _rounded(*pair)]
     return p, [_sums(l[0], _row_sums(p, order))] if l else []
+
+
+def _rounded(a: ir.Value, b: ir.Value) -> list[ir.Value]:
+    """Both rounded to bfloat16, still float32."""
+    word = ins.asm(ins.i32(), [b, a], "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f")
+    halves = arith.shli(word, const(16)), arith.andi(word, const(0xFFFF0000))
+    return [arith.bitcast(f32(), half) for half in halves]
 
 
 def _online(
