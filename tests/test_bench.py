@@ -200,9 +200,23 @@ def test_merge(tmp_path, capsys):
     for name in ("a", "b"):
         row = Row(name, "jaxcap+cap", "forward", 1.0, 1.0, 5.0)
         files.append(tmp_path / f"{name}.json")
-        report.write([row], "before", files[-1])
+        ran = report.Run("2020-01-02", f"measure {name}", {"device": "some GPU"})
+        report.write([row], ran, files[-1])
     both = tmp_path / "both.json"
     assert run("--merge", *map(str, files), "--json", str(both)) == 0
-    assert [row.case for row in report.read(both)] == ["a", "b"]
-    assert "| a | 5 |" in capsys.readouterr().out
+    rows, ran = report.read([both])
+    assert [row.case for row in rows] == ["a", "b"]
+    # of the machine that measured, not of the one that puts together
+    assert ran == report.Run("2020-01-02", "measure a; measure b", {"device": "some GPU"})
+    shown = capsys.readouterr().out
+    assert "| a | 5 |" in shown and "device some GPU" in shown
+
     assert run("--merge", str(tmp_path / "none.json")) == 2
+    other = tmp_path / "c.json"
+    report.write(rows, report.Run.now("here"), other)
+    assert run("--merge", str(both), str(other)) == 2
+    assert "one machine" in capsys.readouterr().err
+    for text in ("[]", "{}", '{"rows": [{"case": 1}]}', "no JSON"):
+        other.write_text(text)
+        assert run("--merge", str(other)) == 2
+        assert f"{other} is no file that --json wrote" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import jax
 from jaxcap.bench import report
 from jaxcap.bench.cases import CASES, Case
 from jaxcap.bench.implementations import Implementation, available
-from jaxcap.bench.measure import PASSES, Row, measure
+from jaxcap.bench.measure import PASSES, measure
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         cases = [] if args.merge else _with_logits(_cases(args), args)
         implementations = _implementations(args)
-        merged = [row for path in args.merge or () for row in report.read(path)]
+        rows, merged = report.read(args.merge) if args.merge else ([], None)
         passes = args.passes.split(",")
         if unknown := [name for name in passes if name not in PASSES]:
             raise ValueError(f"--passes: no {', '.join(unknown)}; there are {', '.join(PASSES)}")
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
     command = shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])
-    rows: list[Row] = merged
+    ran = merged or report.Run.now(command)
     for case in cases:
         for row in measure(
             case,
@@ -136,17 +136,18 @@ def run(args: argparse.Namespace) -> int:
         ):
             rows.append(row)
             if args.json is not None:  # as it goes: a run that is cut short keeps what it has
-                report.write(rows, command, args.json)
+                report.write(rows, ran, args.json)
     progress("")
     if merged and args.json is not None:
-        report.write(rows, command, args.json)
+        report.write(rows, ran, args.json)
     for name in passes:
         print(report.table(rows, name), end="\n\n")
     if refused := report.refusals(rows):
         print(refused)
-    print(", ".join(f"{k} {v}" for k, v in report.versions().items()))
+    print(", ".join(f"{k} {v}" for k, v in ran.versions.items()))
     if args.picture is not None:
-        report.picture(rows, args.picture, f"attention on {report.versions()['device']}")
+        shown = [row for row in rows if row.passes in passes]
+        report.picture(shown, args.picture, f"attention on {ran.versions['device']}")
     return 0
 
 

@@ -66,23 +66,44 @@ def refusals(rows: Sequence[Row]) -> str:
     )
 
 
-def document(rows: Sequence[Row], command: str) -> dict[str, Any]:
-    return {
-        "date": datetime.date.today().isoformat(),
-        "command": command,
-        "versions": versions(),
-        "rows": [dataclasses.asdict(row) for row in rows],
-    }
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Where rows come from."""
+
+    date: str
+    command: str
+    versions: dict[str, str]
+
+    @classmethod
+    def now(cls, command: str) -> "Run":
+        return cls(datetime.date.today().isoformat(), command, versions())
 
 
-def write(rows: Sequence[Row], command: str, path: pathlib.Path) -> None:
+def write(rows: Sequence[Row], run: Run, path: pathlib.Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document(rows, command), indent=1) + "\n")
+    found = dataclasses.asdict(run) | {"rows": [dataclasses.asdict(row) for row in rows]}
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def read(path: pathlib.Path) -> list[Row]:
-    """The rows of a file that `write` made."""
-    return [Row(**row) for row in json.loads(path.read_text())["rows"]]
+def read(paths: Sequence[pathlib.Path]) -> tuple[list[Row], Run]:
+    """The rows of files that `write` made, and the run: of one machine, else ValueError."""
+    rows: list[Row] = []
+    runs: list[Run] = []
+    for path in paths:
+        try:
+            found = json.loads(path.read_text())
+            rows += [Row(**row) for row in found.pop("rows")]
+            runs.append(Run(**found))
+        except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"--merge: {path} is no file that --json wrote: {error!r}") from error
+    for path, run in zip(paths, runs, strict=True):
+        if run.versions != runs[0].versions:
+            raise ValueError(
+                f"--merge: {path} is of {run.versions}, {paths[0]} of {runs[0].versions}: "
+                "put together what ran on one machine"
+            )
+    command = "; ".join(dict.fromkeys(run.command for run in runs))
+    return rows, Run(max(run.date for run in runs), command, runs[0].versions)
 
 
 def picture(rows: Sequence[Row], path: pathlib.Path, title: str) -> None:
