@@ -156,7 +156,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "hops": hops,
     "speed": lambda: markdown(*scaling_measured.speed()),
     "weak": lambda: markdown(*scaling_measured.weak()),
-    "hidden": lambda: markdown(*scaling_measured.hidden()),
     "traced": lambda: markdown(*scaling_measured.traced()),
     "memory": lambda: markdown(*scaling_measured.memory()),
     "model": lambda: markdown(*scaling_measured.model()),

@@ -14,6 +14,9 @@ HOPS = pathlib.Path(__file__).parent / "results" / "hops_h200.json"
 PASSES = ("forward", "backward")
 LAUNCH_MS = 0.2  # measured calls shorter than this tell of the host's launches, not of kernels
 PRODUCTS = {"forward": 2, "backward": 5}  # matrix products a tile
+#: What a block works on: queries of a head against all keys; keys of a key head against all queries.
+BLOCKS = {"forward": 192, "backward": 128}
+MULTIPROCESSORS = 132
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,17 +51,32 @@ class Hardware:
     backward: Kernel
     hop_forward: Kernel  # of a ring: not persistent, results in float32
     hop_backward: Kernel
-    permute: Link = Link(277e9)  # measured at 256 MB on two H200s
-    gather: Link = Link(230e9)  # likewise, and its reverse
-    # Measured 510e9 of the array, half of which stays where it is on two devices.
-    exchange: Link = Link(255e9)
+    permute: Link = Link(272e9)  # measured at 256 MB on two H200s
+    gather: Link = Link(229e9)  # likewise, and its reverse
+    # Measured 502e9 of the array, half of which stays where it is on two devices.
+    exchange: Link = Link(251e9)
     network: Link = Link(50e9, 10e-6)  # assumed: an adapter of 400 Gbit/s a GPU
     domain: int = 8  # GPUs that NVLink joins
+    # What kernels take in calls of a tenth of a second and more, over what the lines say: fitted to the
+    # undisturbed times of one GPU, and of nothing else.
+    sustained: float = 1.012
     memory_rate: float = 4.3e12  # measured: bytes a second, read and written
     stolen: float = 0.1  # assumed: share of the multiprocessors that a transfer occupies
     hop: float = 30e-6  # assumed: what a hop costs beyond kernels: choosing a branch, launches
-    # Whether the last hop of a ring's forward, beside which nothing travels, has the kernel of a call.
-    last_alone: bool = True
+
+
+def no_sooner(
+    name: str, pairs: Any, calls: Any, rows: Any, keys: Any, heads: tuple[int, int]
+) -> np.ndarray:
+    """Pairs a head: `pairs`, or those that all multiprocessors could do while the longest block runs.
+
+    Under a mask that block is up to twice as long as the mean.
+    """
+    pairs, calls, rows, keys = (np.asarray(x, np.float64) for x in (pairs, calls, rows, keys))
+    calls = np.maximum(calls, 1)
+    across, along, count = (rows, keys, heads[0]) if name == "forward" else (keys, rows, heads[1])
+    longest = np.minimum(along / calls, 2 * pairs / np.maximum(across, 1)) * BLOCKS[name]
+    return np.maximum(pairs, calls * longest * MULTIPROCESSORS / count)
 
 
 def features(
@@ -66,7 +84,7 @@ def features(
 ) -> np.ndarray:
     """[..., 6], by which the fields of `Kernel` are multiplied; `sizes` are (N, K, D)."""
     n, k, d = sizes
-    flops = 2.0 * PRODUCTS[name] * n * d * np.asarray(pairs, np.float64)
+    flops = 2.0 * PRODUCTS[name] * n * d * no_sooner(name, pairs, calls, rows, keys, (n, k))
     columns = (calls, flops, n * d * rows, n * d * diagonal, k * d * keys)
     columns = (*columns, np.where(np.asarray(diagonal) > 0, 0.0, flops))
     return np.stack(np.broadcast_arrays(*(np.asarray(c, np.float64) for c in columns)), -1)

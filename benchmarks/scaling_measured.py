@@ -32,26 +32,45 @@ def cell_of(row: Row) -> Cell:
 
 
 def predicted(row: Row) -> Prediction:
-    """By the model as it is now, not as it was when the row was measured; of the rings of that time."""
-    return predict(cell_of(row).case, row["passes"], dataclasses.replace(h200(), last_alone=False))
+    """By the model as it is now, not as it was when the row was measured."""
+    return predict(cell_of(row).case, row["passes"], h200())
+
+
+def error(row: Row) -> float:
+    """Of the prediction, relative to what was measured."""
+    found = predicted(row)
+    return (found.compute if row["silent"] else found.seconds) * 1e3 / row["ms"] - 1
+
+
+def single(row: Row) -> bool:
+    """Whether it is one burst, of which nothing says whether something disturbed it."""
+    return row["spread"] is None
+
+
+def disturbed(row: Row) -> bool:
+    """Whether its bursts differ by more than 10%."""
+    return not single(row) and row["spread"] > MOST_SPREAD
 
 
 def doubtful(row: Row) -> bool:
-    """Whether its bursts differ by more than 10%, or it was alone for none of them."""
-    return (row["spread"] or 0.0) > MOST_SPREAD or row.get("shared", False)
+    """Listed and marked, but not counted."""
+    return single(row) or disturbed(row)
+
+
+def mark(*rows: Row) -> str:
+    """Beside a figure: "~" if one of those that it is made of was disturbed, "†" if one is single."""
+    return "~" if any(map(disturbed, rows)) else "†" if any(map(single, rows)) else ""
 
 
 def milliseconds(row: Row | None) -> str:
-    if row is None:
-        return "–"
-    return f"{'~' if doubtful(row) else ''}{row['ms']:.1f}"
+    return "–" if row is None else f"{mark(row)}{row['ms']:.1f}"
 
 
-def ratio(one: Row | None, row: Row | None) -> float | None:
-    """How many times as fast, of two that are not doubtful."""
-    if one is None or row is None or doubtful(one) or doubtful(row):
+def ratio(one: Row | None, row: Row | None, form: str) -> str | None:
+    """How many times as fast, of two that nothing disturbed for all that is known."""
+    if one is None or row is None or disturbed(one) or disturbed(row):
         return None
-    return one["ms"] / row["ms"]
+    return mark(one, row) + format(one["ms"] / row["ms"], form)
 
 
 def groups(found: Found) -> Iterator[tuple[Cell, Row | None]]:
@@ -92,8 +111,8 @@ def speed() -> tuple[Sequence[str], list[list[str]]]:
         cells.append(milliseconds(one))
         for kind, layout in COLUMNS:
             row = each(found, cell, kind, layout)
-            speedup = ratio(one, row)
-            cells.append(milliseconds(row) + ("" if speedup is None else f" ({speedup:.2f})"))
+            speedup = ratio(one, row, ".2f")
+            cells.append(milliseconds(row) + ("" if speedup is None else f" ({speedup})"))
         rows.append(cells)
     return ["mask", "passes", "tokens", "GPUs", "1 GPU", *names()], rows
 
@@ -112,8 +131,7 @@ def weak() -> tuple[Sequence[str], list[list[str]]]:
         cells = [cell.mask, cell.passes, length(cell.tokens), str(cell.devices)]
         cells.append(milliseconds(share))
         for kind, layout in COLUMNS[:4]:
-            weak = ratio(share, each(found, cell, kind, layout))
-            cells.append("–" if weak is None else f"{weak:.0%}")
+            cells.append(ratio(share, each(found, cell, kind, layout), ".0%") or "–")
         rows.append(cells)
     return ["mask", "passes", "tokens", "GPUs", "same work on 1", *names()[:4]], rows
 
@@ -128,29 +146,9 @@ def model() -> tuple[Sequence[str], list[list[str]]]:
                 cells.append("–")
                 continue
             ms = predicted(row).seconds * 1e3
-            mark = "~" if doubtful(row) else ""
-            cells.append(f"{ms:.1f} ({mark}{ms / row['ms'] - 1:+.0%})")
+            cells.append(f"{ms:.1f} ({mark(row)}{ms / row['ms'] - 1:+.0%})")
         rows.append(cells)
     return ["mask", "passes", "tokens", "GPUs", "1 GPU", *names()], rows
-
-
-def hidden() -> tuple[Sequence[str], list[list[str]]]:
-    """With the communication and without."""
-    found, rows = Found(results()), []
-    for cell, _ in groups(found):
-        for kind in KINDS:
-            whole = each(found, cell, kind, "zigzag")
-            silent = each(found, cell, kind, "zigzag", silent=True)
-            if whole is None or silent is None:
-                continue
-            alone = predicted(whole).communication * 1e3
-            exposed = whole["ms"] - silent["ms"]
-            cells = [cell.mask, cell.passes, length(cell.tokens), str(cell.devices)]
-            cells += [kind.replace("_", "-"), f"{silent['ms']:.1f}", f"{alone:.1f}"]
-            cells += [f"{whole['ms']:.1f}", f"{exposed:.1f}", f"{exposed / whole['ms']:.1%}"]
-            rows.append(cells)
-    header = ["mask", "passes", "tokens", "GPUs", "kind", "computing alone", "transfers alone"]
-    return [*header, "both", "exposed", "of all"], rows
 
 
 def memory() -> tuple[Sequence[str], list[list[str]]]:
@@ -170,21 +168,14 @@ def memory() -> tuple[Sequence[str], list[list[str]]]:
 
 
 def traced() -> tuple[Sequence[str], list[list[str]]]:
-    """Of profiles of single calls, the mean of the devices."""
-    rows = json.loads((RESULTS / "scaling_trace.json").read_text())
-    by_key: dict[str, list[Row]] = {}
-    for row in rows:
-        by_key.setdefault(row["key"], []).append(row)
+    """Of profiles of single calls, GPU by GPU."""
     table = []
-    for key, devices in by_key.items():
-        size, mask, kind, layout, count, passes, _ = key.split("/")
-        del layout
-        numbers = [
-            sum(row[name] for row in devices) / len(devices)
-            for name in ("whole", "compute", "transfer", "exposed", "idle")
-        ]
-        share = f"{1 - numbers[3] / numbers[2]:.0%}" if numbers[2] else "–"
+    for row in json.loads((RESULTS / "scaling_trace.json").read_text()):
+        size, mask, kind, _, count, passes, _ = row["key"].split("/")
+        names = ("whole", "compute", "transfer", "exposed", "idle")
+        share = f"{1 - row['exposed'] / row['transfer']:.0%}" if row["transfer"] else "–"
         words = [mask, passes, length(int(size.split("x")[0])), count, kind.replace("_", "-")]
-        table.append([*words, *(f"{x:.1f}" for x in numbers), share])
-    header = ["mask", "passes", "tokens", "GPUs", "kind", "whole", "computing", "transfers"]
+        words.append(row["device"].rsplit(":", 1)[-1])
+        table.append([*words, *(f"{row[name]:.1f}" for name in names), share])
+    header = ["mask", "passes", "tokens", "GPUs", "kind", "GPU", "whole", "computing", "transfers"]
     return [*header, "exposed", "idle", "hidden"], table

@@ -18,7 +18,7 @@ KINDS = ("ring", "all_gather", "all_to_all", "hybrid")
 PASSES = ("forward", "forward+backward")
 NARROW, WIDE = 2, 4  # bytes of arrays; of sums and gradients under way
 #: Bytes read and written an element, out of profiles: a part joins the sums of the forward; a gradient's.
-MERGE, ADD_GRADIENT = 12, 24
+MERGE, ADD_GRADIENT = 12, 17
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,10 +116,14 @@ def _compute(hardware: Hardware, name: str, jobs: Work, sizes: Sizes, parts: boo
         diagonal=jobs.diagonal,
         sizes=(sizes.heads, sizes.kv_heads, sizes.head_size),
     )
-    call = getattr(hardware, name)
-    seconds = (call if jobs.hops == 1 else getattr(hardware, f"hop_{name}")).seconds(counts)
-    if name == "forward" and hardware.last_alone:
-        seconds[:, -1] = call.seconds(counts[:, -1])
+    call, hop = getattr(hardware, name), getattr(hardware, f"hop_{name}")
+    if name == "backward":
+        seconds = (call if jobs.hops == 1 else hop).seconds(counts)
+    else:  # beside the last hop nothing travels; without a mask that does not make a part faster
+        seconds = hop.seconds(counts)
+        alone = np.array(not parts) | (jobs.diagonal[:, -1] > 0)
+        seconds[:, -1] = np.where(alone, call.seconds(counts[:, -1]), seconds[:, -1])
+    seconds = hardware.sustained * seconds
     if not parts:
         return seconds
     if name == "forward":

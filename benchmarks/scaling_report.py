@@ -155,22 +155,29 @@ class Found:
         return one["ms"] / row["ms"] if one else None
 
     def exposed(self, row: Mapping[str, Any]) -> float | None:
-        """Milliseconds that the communication adds."""
+        """Milliseconds that the communication adds; None if less than bursts of either differ by."""
         silent = self.of(row, silent=True)
-        return row["ms"] - silent["ms"] if silent else None
+        if silent is None:
+            return None
+        added = row["ms"] - silent["ms"]
+        spreads = [np.inf if x.get("spread") is None else x["spread"] for x in (row, silent)]
+        return added if added > max(spreads) * row["ms"] else None
 
 
 def hidden(
     row: Mapping[str, Any], exposed: float | None, links: Mapping[str, Link]
 ) -> float | None:
-    """Share of the communication, at the measured links' speed, that costs no time."""
+    """Share of the communication, at the measured links' speed, that costs no time.
+
+    None, too, where more is exposed than the communication takes: what else was slower is not known.
+    """
     machine = hardware()
     if exposed is None or machine is None or not links:
         return None
     cell = Cell(**{field.name: row[field.name] for field in dataclasses.fields(Cell)})
     machine = dataclasses.replace(machine, **links)
     whole = predict(cell.case, cell.passes, machine).communication * 1e3
-    return 1.0 - exposed / whole if whole else None
+    return 1.0 - exposed / whole if exposed <= whole else None
 
 
 def tables(document: Document) -> str:

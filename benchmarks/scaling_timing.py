@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-#: A call longer than this is not repeated, nor run once before it counts.
+#: A call longer than this is not run once before it counts.
 LONG_S = 4.0
-ROUNDS = 3
+#: Bursts; of calls that take longer than all bursts should, the least that tell of a disturbance.
+ROUNDS, LEAST = 3, 2
 
 
 @contextlib.contextmanager
@@ -22,13 +23,13 @@ def alone(path: str, devices: Iterable[int]) -> Iterator[None]:
 
 
 class Timed(NamedTuple):
-    seconds: float  # a call: the median of bursts, or the one call that there is time for
-    spread: float | None  # between the fastest and the slowest burst, relatively
+    seconds: float  # a call: the median of bursts
+    spread: float  # between the fastest and the slowest burst, relatively
     results: Any
 
 
 def timed(call: Callable[[], Any], seconds: float) -> Timed:
-    """Of bursts of some `seconds` in all, after a call that warms up."""
+    """Of bursts of some `seconds` in all, but at least two, after a call that warms up."""
     import jax
 
     def run(count: int) -> tuple[float, Any]:
@@ -42,15 +43,13 @@ def timed(call: Callable[[], Any], seconds: float) -> Timed:
 
     virtual = jax.default_backend() == "cpu"
     first, results = run(1)
-    if first > LONG_S:
-        return Timed(first, None, results)
     del results
     again, results = run(1)
-    if again > seconds:
-        return Timed(again, None, results)
+    taken = [first] if first > LONG_S else []
     count = max(1, min(100, int(seconds / ROUNDS / max(again, 1e-6))))
-    taken = []
-    for _ in range(ROUNDS):
+    if count == 1:
+        taken.append(again)
+    while len(taken) < (LEAST if again > seconds else ROUNDS):
         del results
         burst, results = run(count)
         taken.append(burst)

@@ -70,6 +70,7 @@ class Report:
     spill_stores: int
     spill_loads: int
     codes: tuple[str, ...]
+    calls: int = 0  # of kernels, in all computations
     temporary: int = 0  # bytes beyond arguments and results, a device
     steps: tuple[tuple[str, str, list[str]], ...] = ()
 
@@ -219,10 +220,12 @@ def main(module: str, names: list[str]) -> None:
     compiled = importlib.import_module(module).compiled
     for name in names:
         text, program = _captured(*compiled(name))
+        hlo = program.as_text()
         report = dataclasses.replace(
             parsed(text),
+            calls=hlo.count('custom_call_target="mosaic'),
             temporary=program.memory_analysis().temp_size_in_bytes,
-            steps=scheduled(program.as_text()),
+            steps=scheduled(hlo),
         )
         print(json.dumps(dataclasses.asdict(report)), flush=True)
 

@@ -216,7 +216,38 @@ def test_merge(tmp_path, capsys):
     report.write(rows, report.Run.now("here"), other)
     assert run("--merge", str(both), str(other)) == 2
     assert "one machine" in capsys.readouterr().err
-    for text in ("[]", "{}", '{"rows": [{"case": 1}]}', "no JSON"):
+    assert run("--merge", str(both), str(both)) == 2
+    assert "a, jaxcap+cap, forward once more" in capsys.readouterr().err
+    drawn = tmp_path / "drawn.png"
+    assert run("--merge", str(both), "--passes", "forward+backward", "--picture", str(drawn)) == 2
+    assert "--picture" in capsys.readouterr().err and not drawn.exists()
+    good = both.read_text()
+    for text in (
+        "[]",
+        "{}",
+        '{"rows": [{"case": 1}]}',
+        "no JSON",
+        good.replace('"some GPU"', "3"),
+        good.replace('"measure a; measure b"', "null"),
+        good.replace("5.0", '"fast"'),
+        good.replace('"a"', '["a"]'),
+        "[" * 100_000,
+    ):
         other.write_text(text)
         assert run("--merge", str(other)) == 2
         assert f"{other} is no file that --json wrote" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--q", "1,64,3,16", "--kv-heads", "2"), "3 heads must be a multiple of the 2 heads"),
+        (("--q", "1,64,2,16", "--dtype", "fp8"), "'fp8'"),
+        (("--merge", "a.json", "--q", "1,2,3,4"), "leave out --q"),
+        (("--merge", "a.json", "--cases", "d64_causal_8k"), "leave out --q and --cases"),
+    ],
+)
+def test_a_call_that_cannot_be_is_one_line_before_anything_runs(arguments, said, capsys):
+    assert run(*arguments) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and shown.err.count("\n") == 1 and not shown.out

@@ -1,6 +1,7 @@
 """`jaxcap explain` and `jaxcap doctor`, called as a shell would."""
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -125,6 +126,19 @@ def test_doctor_names_versions_devices_and_every_backend(capsys):
     for name in selection.backends():
         assert name in printed
     assert "without a cap" in printed
+
+
+def test_doctor_says_what_is_wrong_with_the_environment():
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxcap.cli", "doctor"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAXCAP_BACKEND": "palas"},
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("jaxcap doctor: JAXCAP_BACKEND: no backend 'palas'")
+    assert "Traceback" not in done.stderr
 
 
 def test_doctor_imports_neither_torch_nor_triton():

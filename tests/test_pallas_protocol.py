@@ -424,8 +424,8 @@ def run(
             tile = row[0], row[1], row[2] + 64 * machine.me, key[2]
             return machine.begun([Value([tile], False)], q_at, k_at)[0]
 
-    def softmax(s, state, tile, extras, call, c, shift, masked, limit, cap=None):
-        del extras, call, limit
+    def softmax(s, state, tile, extras, call, c, shift, masked, limit, cap=None, rounded=False):
+        del extras, call, limit, rounded
         *where, k_first = tile.batch, tile.head, tile.q_first, tile.k_first
         assert ready(s).tiles == [(*where, k_first)]
         assert cap is None or not masked, "no masks in a cubic"
@@ -509,6 +509,7 @@ def run(
             div=lambda x, y: x // y,
             max=max,
             min=min,
+            optimization_barrier=lambda results: results,
         ),
         "jnp": Forwarding(
             jnp,

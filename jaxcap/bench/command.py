@@ -14,6 +14,7 @@ from jaxcap.bench import report
 from jaxcap.bench.cases import CASES, Case
 from jaxcap.bench.implementations import Implementation, available
 from jaxcap.bench.measure import PASSES, measure
+from jaxcap.explain import explain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,21 +61,26 @@ def _cases(args: argparse.Namespace) -> list[Case]:
     except ValueError:
         raise ValueError(f"--q must be B,T,N,H, got {args.q!r}") from None
     causal = args.causal or args.window_left is not None
-    return [
-        Case(
-            name=f"{batch}x{length}x{heads}x{size}",
-            batch=batch,
-            query_length=length,
-            key_length=args.kv_len or length,
-            query_heads=heads,
-            kv_heads=args.kv_heads or heads,
-            head_size=size,
-            causal=causal,
-            window_left=args.window_left,
-            softcap=args.softcap,
-            dtype=args.dtype,
-        )
-    ]
+    case = Case(
+        name=f"{batch}x{length}x{heads}x{size}",
+        batch=batch,
+        query_length=length,
+        key_length=args.kv_len or length,
+        query_heads=heads,
+        kv_heads=args.kv_heads or heads,
+        head_size=size,
+        causal=causal,
+        window_left=args.window_left,
+        softcap=args.softcap,
+        dtype=args.dtype,
+    )
+    key = (case.batch, case.key_length, case.kv_heads, size)
+    try:
+        q, k = (jax.ShapeDtypeStruct(x, case.dtype) for x in ((batch, length, heads, size), key))
+        explain(q, k, k, softcap=case.softcap, is_causal=causal)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"no call of this shape: {error}") from error
+    return [case]
 
 
 def _with_logits(cases: list[Case], args: argparse.Namespace) -> list[Case]:
@@ -108,6 +114,8 @@ def _implementations(args: argparse.Namespace) -> list[Implementation]:
 
 def run(args: argparse.Namespace) -> int:
     try:
+        if args.merge and (args.q, args.cases) != (None, None):
+            raise ValueError("--merge measures nothing: leave out --q and --cases")
         cases = [] if args.merge else _with_logits(_cases(args), args)
         implementations = _implementations(args)
         rows, merged = report.read(args.merge) if args.merge else ([], None)
@@ -142,11 +150,14 @@ def run(args: argparse.Namespace) -> int:
         report.write(rows, ran, args.json)
     for name in passes:
         print(report.table(rows, name), end="\n\n")
-    if refused := report.refusals(rows):
+    if refused := report.refusals([row for row in rows if row.passes in passes]):
         print(refused)
     print(", ".join(f"{k} {v}" for k, v in ran.versions.items()))
     if args.picture is not None:
-        shown = [row for row in rows if row.passes in passes]
+        shown = [row for row in rows if row.passes in passes and row.tflops]
+        if not shown:
+            print("jaxcap bench: --picture: nothing ran that could be drawn", file=sys.stderr)
+            return 2
         report.picture(shown, args.picture, f"attention on {ran.versions['device']}")
     return 0
 

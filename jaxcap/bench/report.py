@@ -85,23 +85,44 @@ def write(rows: Sequence[Row], run: Run, path: pathlib.Path) -> None:
     path.write_text(json.dumps(found, indent=1) + "\n")
 
 
+def _parsed(path: pathlib.Path) -> tuple[list[Row], Run]:
+    try:
+        found = json.loads(path.read_text())
+        rows = [Row(**row) for row in found.pop("rows")]
+        run = Run(**found)
+        texts = [run.date, run.command, *run.versions.values(), run.versions["device"]]
+        for row in rows:
+            texts += [row.case, row.implementation, row.passes]
+            _ = row.tflops is None or row.tflops + 0.0
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("a text is none")
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"--merge: {path} is no file that --json wrote: {error!r}") from error
+    return rows, run
+
+
 def read(paths: Sequence[pathlib.Path]) -> tuple[list[Row], Run]:
-    """The rows of files that `write` made, and the run: of one machine, else ValueError."""
+    """The rows of files that `write` made, and the run.
+
+    ValueError: other files, of different versions, or a row twice.
+    """
     rows: list[Row] = []
     runs: list[Run] = []
     for path in paths:
-        try:
-            found = json.loads(path.read_text())
-            rows += [Row(**row) for row in found.pop("rows")]
-            runs.append(Run(**found))
-        except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"--merge: {path} is no file that --json wrote: {error!r}") from error
-    for path, run in zip(paths, runs, strict=True):
-        if run.versions != runs[0].versions:
+        more, run = _parsed(path)
+        if runs and run.versions != runs[0].versions:
             raise ValueError(
                 f"--merge: {path} is of {run.versions}, {paths[0]} of {runs[0].versions}: "
-                "put together what ran on one machine"
+                "put together what ran on one machine with the same packages"
             )
+        known = {(row.case, row.implementation, row.passes) for row in rows}
+        for row in more:
+            if (row.case, row.implementation, row.passes) in known:
+                raise ValueError(
+                    f"--merge: {path} has {row.case}, {row.implementation}, {row.passes} once more"
+                )
+        rows += more
+        runs.append(run)
     command = "; ".join(dict.fromkeys(run.command for run in runs))
     return rows, Run(max(run.date for run in runs), command, runs[0].versions)
 

@@ -21,7 +21,7 @@ class BackwardConfig:
     design: Design
     block_q: int
     block_kv: int
-    compute: int  # compute warpgroups; one more computes dQ and loads
+    compute: int  # compute warpgroups; one more computes dQ
     stages: int  # tiles of Q in flight, and of dO
     stages_ds: int  # tiles of dS between the compute warpgroups and the one for dQ
     dq: Literal["tma", "red"]  # staged TMA reduce-add, or red.global.add.v4 from registers
@@ -35,6 +35,12 @@ class BackwardConfig:
         False  # one more warpgroup only loads: a tile is asked for as soon as its place is free
     )
     evidence: str = ""
+
+    def __post_init__(self) -> None:
+        rows = self.design == "rows"
+        assert rows or not (self.joined or self.loader), "of `rows`"
+        assert not self.q_by_ds or self.design == "products", "of `products`"
+        assert not (self.loader and self.load_early), "two warpgroups would load"
 
     @property
     def warpgroups(self) -> int:

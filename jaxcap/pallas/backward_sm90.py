@@ -557,6 +557,8 @@ class Block:
                     plgpu.commit_smem()  # keeps ptxas from interleaving the pieces (registers)
                 else:
                     buffer = x % c.dq_buffers
+                    if len(pieces) % c.dq_buffers:  # else step after step begins with the same
+                        buffer = lax.rem(j * len(pieces) + x, i32(c.dq_buffers))
                     plgpu.wait_smem_to_gmem(c.dq_buffers - 1, wait_read_only=True)
                     store_fragments(self.dqs.at[buffer], part)
                     plgpu.commit_smem()

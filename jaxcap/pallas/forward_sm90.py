@@ -91,10 +91,11 @@ def finished(acc, state, lse, sinks, tile: Tile, call: Scores, shift: int | None
             row = places.rows[half]
             if summed:  # a whole row's, in each of two columns
                 l = state[0][2 * half]
-                good = arith.cmpf(arith.CmpFPredicate.OLT, l, const(sc.NAN_SUM))
-                l = arith.select(good, l, const(math.nan))
             else:
                 l = sc.quad_sum(state[0][half])
+            if shift is not None:  # exp2 without the special-function unit makes numbers of NaN
+                good = arith.cmpf(arith.CmpFPredicate.OLT, l, const(sc.NAN_SUM))
+                l = arith.select(good, l, const(math.nan))
             m = const(float(shift)) if shift is not None else state[1][half]
             inside = sc.compare(row, "slt", at.q_stop)
             zero = arith.cmpf(arith.CmpFPredicate.OEQ, l, const(0.0))
@@ -669,7 +670,10 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
     )
-    return tuple(call_kernel(operands.query, operands.key, operands.value, *side.values()))
+    results = call_kernel(operands.query, operands.key, operands.value, *side.values())
+    # In a loop that stacks a result which something else reads too, XLA (JAX 0.11.2) would run the kernel
+    # twice, once into the stack: openxla/xla#45799.
+    return tuple(lax.optimization_barrier(tuple(results)))
 
 
 def multiprocessors() -> int:

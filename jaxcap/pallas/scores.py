@@ -48,7 +48,7 @@ PACKED_EXP2 = tuple(
 PACKED_BIAS = 127 - 241
 PACKED_FRACTION, PACKED_EXPONENT = 0x03FF03FF, 0x07FC07FC  # f, and n - 114 in nine bits
 PACKED_ZERO = (0x00000400, 0xFFFF8000)  # whose sum is zero in both halves, with the carry
-#: No row sum is as large, but of a NaN in `exp2_packed`.
+#: No row sum is as large, but of a NaN in `exp2_packed` or `exp2_fma`.
 NAN_SUM = 2.0**100
 At = tuple[int, int, int]
 #: Adding it rounds to an integer that stands in the low bits of the sum.
@@ -88,7 +88,10 @@ def maximum(a: ir.Value, b: ir.Value) -> ir.Value:
 
 
 def exp2_fma(t: ir.Value, factor: float, shift: int, degree: int) -> ir.Value:
-    """2**(t * factor - shift) on the multiply-add pipe; the exponent must be within +-126."""
+    """2**(t * factor - shift) on the multiply-add pipe; the exponent must be within +-126.
+
+    A NaN, all its bits ones but the sign, gives the largest number, see `NAN_SUM`.
+    """
     c, magic = const(float(factor)), const(MAGIC - shift)
     rounded = fma(t, c, magic)
     f = fma(t, c, arith.subf(magic, rounded))
@@ -573,11 +576,13 @@ def packed_words(y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def exp2_reference(x: np.ndarray, degree: int) -> np.ndarray:
     """`exp2_fma` with factor 1 and shift 0 in NumPy, for the tests of its error."""
     x = x.astype(np.float32)
+    nan = np.isnan(x)
     rounded = (x + np.float32(MAGIC)).astype(np.float32)
     f = (x + (np.float32(MAGIC) - rounded)).astype(np.float32)
     *rest, top = (np.float32(c) for c in EXP2[degree])
     p = np.full_like(f, top)
     for a in reversed(rest):
         p = (p.astype(np.float64) * f + a).astype(np.float32)
-    bits = p.view(np.int32) + (rounded.view(np.int32) << 23)
-    return bits.view(np.float32)
+    terms = (np.where(nan, np.uint32(0x7FFFFFFF), y.view(np.uint32)) for y in (p, rounded))
+    significand, exponent = terms
+    return (significand + (exponent << 23)).view(np.float32)  # modulo 2**32
