@@ -31,9 +31,7 @@ class BackwardConfig:
     load_early: bool = False  # Q and dO are loaded beside adding the last piece of dQ, not after it
     q_by_ds: bool = False  # `products`: warpgroup 1 loads Q as soon as both have read it
     joined: bool = False  # `rows`: Q and dO of a step share their barriers
-    loader: bool = (
-        False  # one more warpgroup only loads: a tile is asked for as soon as its place is free
-    )
+    loader: bool = False  # one more warpgroup only loads, as soon as a tile's place is free
     evidence: str = ""
 
     def __post_init__(self) -> None:
