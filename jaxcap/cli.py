@@ -201,6 +201,11 @@ def run_doctor(options: argparse.Namespace) -> int:
         print(f"{group}: {present or 'not installed'}")
     settings = sorted(name for name in os.environ if name.startswith(("JAXCAP_", "JAX_", "XLA_")))
     print("environment: " + (", ".join(f"{n}={os.environ[n]}" for n in settings) or "no settings"))
+    try:
+        selection.check_name(os.environ.get("JAXCAP_BACKEND") or None, "JAXCAP_BACKEND")
+    except ValueError as error:
+        print(f"jaxcap doctor: {error}", file=sys.stderr)
+        return 2
 
     print("\ndevices")
     for one in jax.devices():
@@ -222,9 +227,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
-    except ValueError as error:
-        print(f"jaxcap {options.command}: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

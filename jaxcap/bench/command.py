@@ -77,9 +77,9 @@ def _cases(args: argparse.Namespace) -> list[Case]:
     key = (case.batch, case.key_length, case.kv_heads, size)
     try:
         q, k = (jax.ShapeDtypeStruct(x, case.dtype) for x in ((batch, length, heads, size), key))
-        explain(q, k, k, softcap=case.softcap, is_causal=causal)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"no call of this shape: {error}") from error
+    except TypeError as error:
+        raise ValueError(f"--dtype: {error}") from error
+    explain(q, k, k, softcap=case.softcap, is_causal=causal)  # raises if there is no such call
     return [case]
 
 

@@ -93,9 +93,10 @@ def _parsed(path: pathlib.Path) -> tuple[list[Row], Run]:
         texts = [run.date, run.command, *run.versions.values(), run.versions["device"]]
         for row in rows:
             texts += [row.case, row.implementation, row.passes]
-            _ = row.tflops is None or row.tflops + 0.0
-        if not all(isinstance(text, str) for text in texts):
-            raise TypeError("a text is none")
+        speeds = [row.tflops for row in rows if row.tflops is not None]
+        right = all(isinstance(x, str) for x in texts)
+        if not right or not all(isinstance(x, int | float) for x in speeds):
+            raise TypeError("text and numbers are not where they should be")
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"--merge: {path} is no file that --json wrote: {error!r}") from error
     return rows, run

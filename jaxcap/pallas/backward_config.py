@@ -36,7 +36,8 @@ class BackwardConfig:
 
     def __post_init__(self) -> None:
         rows = self.design == "rows"
-        assert rows or not (self.joined or self.loader), "of `rows`"
+        assert rows or not self.joined, "of `rows`"
+        assert self.joined or not self.loader, "the loads wait for q_free alone"
         assert not self.q_by_ds or self.design == "products", "of `products`"
         assert not (self.loader and self.load_early), "two warpgroups would load"
 

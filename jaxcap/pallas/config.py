@@ -52,7 +52,8 @@ class ForwardConfig:
 # as a second wgmma for half the columns 701 / 697 beside 776 / 705.
 WIDE = ForwardConfig(2, 64, 2, turns=True, ones=False)
 # The same with a cap, bounded, and without masks but of the band: causal 781 / 703 and 771 / 689, WIDE in the
-# same runs 771 / 686 and 739 / 689, this without t 769 / 691; full 791 / 712 beside 770 / 721.
+# same runs 771 / 686 and 739 / 689, this without t 769 / 691; full 791 / 712 beside 770 / 721. All with sums
+# of P before it is rounded.
 CAPPED_256 = dataclasses.replace(WIDE, keys=80)
 # Q and O in chunks of different widths, so that O has no room where Q was.
 WIDE_APART = dataclasses.replace(WIDE, keys=48)
