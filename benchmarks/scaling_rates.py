@@ -2,7 +2,8 @@
 
 A zigzag ring of P devices gives each two chunks of c = T / 2P tokens. Its first hop is causal, 2c
 queries against 2c keys; each later one is full, 2c queries against c keys or c against 2c. A hop is
-a part of a call: results in float32, and blocks that do not wait for a multiprocessor of their own.
+a part of a call: results in float32, the gradient of the queries added to a sum where a backend does
+that itself, and blocks that do not wait for a multiprocessor of their own.
 """
 
 import concurrent.futures
@@ -71,9 +72,10 @@ class Row:
 def _programs(shape: Shape, backend: str, dtype: str) -> tuple[Callable, Callable]:
     """Compiled forward (q, k, v) -> (out, lse) and backward (q, k, v, out, lse, d_out) -> gradients."""
     import jax
+    import jax.numpy as jnp
 
-    from jaxcap import device, selection
-    from jaxcap.spec import AttentionSpec, Operands
+    from jaxcap import device, fragments, selection
+    from jaxcap.spec import AttentionSpec, Operands, QuerySum
 
     chosen: Any = selection.backends()[backend]
     spec = AttentionSpec(
@@ -97,8 +99,8 @@ def _programs(shape: Shape, backend: str, dtype: str) -> tuple[Callable, Callabl
     def forward(q, k, v):
         return chosen.forward(spec, Operands(q, k, v))
 
-    def backward(q, k, v, *results):
-        found = chosen.backward(spec, Operands(q, k, v), *results, None)
+    def backward(q, k, v, out, lse, d_out, *query_sum):
+        found = chosen.backward(asked, Operands(q, k, v), out, lse, d_out, None, *query_sum)
         return found.query, found.key, found.value
 
     array = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
@@ -106,8 +108,27 @@ def _programs(shape: Shape, backend: str, dtype: str) -> tuple[Callable, Callabl
     k = array((1, shape.keys, shape.kv_heads, shape.head_size))
     # In a ring the backward's output is the sum of the parts, in the caller's dtype.
     out, lse = q, jax.eval_shape(forward, q, k, k)[1]
-    run = jax.jit(backward).lower(q, k, k, out, lse, q)
-    return jax.jit(forward).lower(q, k, k).compile(), run.compile()
+    given, asked, total = (q, k, k, out, lse, q), spec, None
+    if shape.hop and hasattr(chosen, "query_factor"):
+        asked = spec.replace(query_sum=QuerySum(0, chosen.query_factor(spec)))
+        total = jax.ShapeDtypeStruct(fragments.sum_shape(spec), jnp.float32)
+        given = (*given, total)
+    run = jax.jit(backward, donate_argnums=range(6, len(given))).lower(*given).compile()
+    return jax.jit(forward).lower(q, k, k).compile(), run if total is None else _adding(run, total)
+
+
+def _adding(run: Callable, total: Any) -> Callable:
+    """`run` without its last argument: the sum that it was given the last time, and has added to."""
+    import jax.numpy as jnp
+
+    held = []
+
+    def call(*arrays):
+        found = run(*arrays, held.pop() if held else jnp.zeros(total.shape, total.dtype))
+        held.append(found[0])
+        return found
+
+    return call
 
 
 def _time(call: Callable, seconds: float, rounds: int) -> float:

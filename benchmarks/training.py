@@ -7,9 +7,8 @@ windows. All in one process by turns, so that the products around attention are 
 forward, backward and AdamW count. cuDNN cannot cap, so it is measured without. The median round is
 printed, with its spread.
 
-The layers are unrolled, so that XLA makes one CUDA graph of a step. In a loop over layers (`--scan-layers`,
-which the preset has) it copies what the backward needs into arrays of all layers and back, by about 220
-copies a step whose addresses the host sets anew in the graph of every iteration.
+The layers are unrolled. In a loop over layers (`--scan-layers`, which the preset has) the GPU also copies
+what the backward needs into arrays of all layers and back, some 220 copies a step.
 """
 
 import argparse
@@ -19,8 +18,6 @@ import json
 import os
 import pathlib
 import statistics
-import time
-from collections.abc import Callable
 
 # Beside other processes that measure by turns.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -33,7 +30,8 @@ from examples.gemma2.checkpoint import initial
 from examples.gemma2.settings import Settings, from_flags
 from examples.gemma2.train import programs
 from jaxcap.bench import report
-from jaxcap.bench.measure import by_turns, turn
+from jaxcap.bench.measure import turn
+from jaxcap.bench.turns import Work, by_turns
 
 #: Backend and whether with the model's cap of 50.
 VARIANTS = (("pallas", True), ("xla", True), ("pallas", False), ("cudnn", False))
@@ -48,23 +46,20 @@ def settings(text: data.Text, backend: str, capped: bool, batch: int, length: in
     return dataclasses.replace(found, config=found.config.replace(attention_softcap=cap))
 
 
-def runner(chosen: Settings, text: data.Text) -> Callable[[int], float]:
-    """Runs a number of steps on one batch and gives the seconds of one."""
+def runner(chosen: Settings, text: data.Text) -> Work:
+    """Steps on one batch."""
     step, _ = programs(chosen)
     state = initial(chosen)
     windows = jnp.asarray(data.batch(text.train, 0, 0, chosen.batch, chosen.length))
-    state, loss = step(state, windows)
+    state, _ = step(state, windows)
     jax.block_until_ready(state)
 
-    def run(count: int) -> float:
-        nonlocal state, loss
-        begin = time.perf_counter()
-        for _ in range(count):
-            state, loss = step(state, windows)
-        jax.block_until_ready(loss)
-        return (time.perf_counter() - begin) / count
+    def launch() -> jax.Array:
+        nonlocal state
+        state, loss = step(state, windows)
+        return loss
 
-    return run
+    return Work(launch, jax.block_until_ready)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -102,10 +97,10 @@ def main(arguments: list[str] | None = None) -> None:
     for (batch, length), ready in prepared.items():
         runners = {name: program.result() for name, program in ready.items()}
         with turn(flags.lock):
-            times = by_turns(runners, flags.rounds, flags.burst)
+            turns = by_turns(runners, flags.rounds, flags.burst)
         print(f"{batch} x {length} bytes a step:")
-        for name, seconds in times.items():
-            ms = [1e3 * x for x in sorted(seconds)]
+        for name, taken in turns.items():
+            ms = sorted(1e3 * x.seconds for x in taken)
             middle = statistics.median(ms)
             rate = f"{1e3 * batch * length / middle:,.0f} tokens/s"
             print(

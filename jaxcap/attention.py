@@ -124,6 +124,10 @@ def prepare(given: dict[str, Any]) -> tuple[AttentionSpec, Operands, tuple[int, 
             )
         if 0 in x.shape:
             raise ValueError(f"{name} must have no axis of length 0, got {list(x.shape)}")
+    if k.ndim == v.ndim != q.ndim:
+        raise ValueError(
+            f"query must have the leading axes of key and value, {list(k.shape[:-3])}, got {list(q.shape)}"
+        )
     lead = tuple(q.shape[:-3])
     (length, heads, size), (key_length, kv_heads) = q.shape[-3:], k.shape[-3:-1]
     arguments.expect("key", k, (*lead, key_length, kv_heads, size))

@@ -30,7 +30,8 @@ class Call:
     requested: str | None  # resolved when the call is made: rules are traced later
 
 
-def _describe(spec: AttentionSpec, name: str, what: str) -> str:
+def describe(spec: AttentionSpec, name: str, what: str) -> str:
+    """The line that is logged when backend `name` runs the forward or the backward."""
     shape = f"q [{spec.batch}, {spec.query_length}, {spec.query_heads}, {spec.head_size}]"
     keys = f"kv [{spec.key_length}, {spec.kv_heads}, {spec.value_size}]"
     cap = f"softcap {spec.softcap:g}" if spec.softcap is not None else "no softcap"
@@ -82,7 +83,7 @@ def _forward(decision: selection.Decision, operands: Operands) -> tuple[Array, A
         out, lse = backend.forward(spec, operands)
     else:
         out, lse = _runner(decision, "forward", operands)(operands)
-    return executed(out, _describe(spec, backend.name, "forward"), str(decision)), lse
+    return executed(out, describe(spec, backend.name, "forward"), str(decision)), lse
 
 
 def _backward(
@@ -95,7 +96,7 @@ def _backward(
     else:
         grads = _runner(decision, "backward", operands)(operands, out, lse, d_out, d_lse)
     name = spec.gradients[0]
-    marked = executed(getattr(grads, name), _describe(spec, backend.name, "backward"))
+    marked = executed(getattr(grads, name), describe(spec, backend.name, "backward"))
     return grads._replace(**{name: marked})
 
 

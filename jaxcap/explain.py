@@ -70,17 +70,24 @@ def explain(
     spec = _spec_of(given)
     if platform is not None:
         spec = spec.replace(platform=platform)
-    whole, context = spec, None
-    if spec.context_parallel is not None:
-        wrapped = Wrapped(spec, arrays=[x for x in given.values() if isinstance(x, jax.Array)])
-        spec, context = wrapped.attended, str(wrapped)
+    if spec.context_parallel is None:
+        return of_spec(spec, name, gradients)
+    wrapped = Wrapped(spec, arrays=[x for x in given.values() if isinstance(x, jax.Array)])
+    found = of_spec(wrapped.attended, name, gradients)
+    return dataclasses.replace(found, spec=spec, context=str(wrapped))
+
+
+def of_spec(
+    spec: AttentionSpec, name: str | None, gradients: tuple[str, ...] | None = None
+) -> Explanation:
+    """Of a call whose spec has no gradients, with backend `name` if there is one."""
     if gradients is None:
         present = {"bias": spec.bias_shape is not None, "sinks": spec.sinks}
         gradients = tuple(n for n in DIFFERENTIABLE if present.get(n, True))
     elif unknown := [n for n in gradients if n not in DIFFERENTIABLE]:
         raise ValueError(f"gradients must be of {DIFFERENTIABLE}, got {unknown}")
     trained = selection.decide(spec.replace(gradients=tuple(gradients)), name)
-    return Explanation(whole, selection.decide(spec, name), trained, context)
+    return Explanation(spec, selection.decide(spec, name), trained)
 
 
 def _spec_of(given: dict[str, Any]) -> AttentionSpec:

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
@@ -11,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxcap.bench import command, report
+from jaxcap.bench import command, report, turns
 from jaxcap.bench.cases import CASES, Case
 from jaxcap.bench.implementations import Implementation, available
 from jaxcap.bench.measure import PASSES, Row, measure, turn
+from jaxcap.bench.turns import Work, by_turns
 
 TINY = Case("tiny", 1, 16, 16, 2, 1, 8, True, dtype="float32")
 
@@ -68,6 +70,13 @@ def test_rows_of_a_peer_that_fails_or_has_no_backward():
         "broken+cap: RuntimeError: no kernel",
         "forward plain: has no backward (tiny forward+backward)",
     ]
+    # what was not named, but could have run here, is one line
+    others = [dataclasses.replace(x, implementation="no+cap") for x in rows if "broken" in str(x)]
+    assert report.refusals([*rows, *others], named=False).splitlines() == [
+        "forward plain: has no backward (tiny forward+backward)",
+        "did not run: broken, no; why: name them, --implementations",
+    ]
+    assert report.refusals(others, named=False) == "no+cap: RuntimeError: no kernel"
 
 
 def test_a_result_that_is_not_finite_is_an_error():
@@ -110,8 +119,10 @@ def test_command(tmp_path, capsys):
     words = ["--q", "1,16,2,8", "--kv-heads", "1", "--causal", "--dtype", "float32"]
     words += ["--logits", "1,12.5"]
     words += ["--implementations", "jaxcap-xla", "--rounds", "1", "--burst", "0"]
+    words += ["--sustain", "0.001"]
     assert run(*words, "--json", str(out), "--picture", str(picture)) == 0
     printed = capsys.readouterr().out
+    assert "| forward, TFLOP/s, first calls / sustained |" in printed
     assert "| 1x16x2x8 |" in printed
     assert "| 1x16x2x8_logits12.5 |" in printed
     document = json.loads(out.read_text())
@@ -120,7 +131,7 @@ def test_command(tmp_path, capsys):
         "jaxcap-xla+cap",
         "jaxcap-xla plain",
     }
-    assert all(row["tflops"] > 0 for row in document["rows"])
+    assert all(row["tflops"] > 0 and row["burst_tflops"] > 0 for row in document["rows"])
     assert document["versions"]["jax"]
     assert picture.stat().st_size > 1000
 
@@ -135,6 +146,7 @@ def test_small_speeds_have_digits():
     rows = [Row("c", "x", "forward", 1.0, 1.0, x) for x in (0.0123, 45.6)]
     assert "0.012" in report.table(rows[:1], "forward")
     assert "| 46 |" in report.table(rows[1:], "forward")
+    assert "| 50 / 46 |" in report.table([dataclasses.replace(rows[1], burst_tflops=50)], "forward")
 
 
 @pytest.mark.parametrize(
@@ -146,6 +158,8 @@ def test_small_speeds_have_digits():
         (["--q", "1,2"], "--q must be B,T,N,H"),
         (["--q", "1,8,2,8", "--implementations", "nothing"], "none begins with nothing"),
         (["--q", "1,8,2,8", "--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--q", "1,8,2,8", "--sustain", "-1"], "--sustain must be seconds, 0 or more, got -1"),
+        (["--q", "1,8,2,8", "--burst", "nan"], "--burst must be seconds, 0 or more, got nan"),
         (["--passes", "sideways", "--cases", "d64_causal_8k"], "--passes: no sideways"),
     ],
 )
@@ -154,26 +168,74 @@ def test_bad_words(words, match, capsys):
     assert match in capsys.readouterr().err
 
 
+class Device:
+    """A clock, and a device that does what the host launches, one call after the other.
+
+    It runs slower the longer it has been at work: 1 ms a call, after 50 ms of it 2 ms. It notes when it was
+    idle, and each call's work, begin and end.
+    """
+
+    def __init__(self, launch_s):
+        self.now, self.launch_s = 0.0, launch_s
+        self.busy_since, self.calls = 0.0, []
+
+    def perf_counter(self):
+        return self.now
+
+    def work(self, name):
+        def launch():
+            self.now += self.launch_s
+            begin = self.calls[-1][2] if self.calls else 0.0
+            if begin < self.now:  # idle: it cools down
+                begin = self.busy_since = self.now
+            end = begin + (0.001 if begin < self.busy_since + 0.05 else 0.002)
+            self.calls.append((name, begin, end))
+            return end
+
+        def wait(end):
+            self.now = max(self.now, end)
+
+        return Work(launch, wait)
+
+
+def test_what_counts_is_sustained_without_a_pause(monkeypatch):
+    device = Device(launch_s=0.0005)
+    monkeypatch.setattr(turns, "time", device)
+    (turn,) = by_turns({"a": device.work("a")}, 1, 0.1, sustain_s=0.3)["a"]
+    assert turn.first == pytest.approx(0.0015, rel=0.15)  # 50 ms at 1 ms, 50 ms at 2 ms
+    assert turn.seconds == pytest.approx(0.002, rel=1e-9)
+    assert turn.ahead == 1.0
+    gaps = [b[1] - a[2] for a, b in itertools.pairwise(device.calls[2:])]
+    assert max(gaps) < 1e-12
+    assert 0.4 < device.now < 0.42
+    (turn,) = by_turns({"a": device.work("a")}, 1, 0.1)["a"]
+    assert turn.first == turn.seconds == pytest.approx(0.0013, rel=0.1)  # right after the pause
+
+
+def test_a_host_that_is_too_slow_is_seen(monkeypatch):
+    device = Device(launch_s=0.003)
+    monkeypatch.setattr(turns, "time", device)
+    (turn,) = by_turns({"a": device.work("a")}, 1, 0.1, sustain_s=0.1)["a"]
+    assert turn.ahead == 0.0
+    assert turn.seconds == pytest.approx(0.003, rel=1e-9)
+    row = Row("c", "a", "forward", 1.0, 1.0, 5.0)
+    rows = [dataclasses.replace(row, ahead=x) for x in (None, 1.0, 0.0)]
+    assert report.idle(rows) == "a, c forward: the GPU waited for the host"
+
+
 def test_rounds_have_different_orders(monkeypatch):
     """Who comes after a slow one finds a cooler card: nobody may do so in every round."""
-    seen = []
-
-    def runner(implementation, case, with_backward):
-        def run(count):
-            seen.append(implementation.name)
-            return 0.01
-
-        return run
-
-    monkeypatch.setattr("jaxcap.bench.measure._jax_runner", runner)
-    known = [Implementation(name, "jax", False, lambda *a: None) for name in "abcd"]
-    list(measure(TINY, known, ["forward"], rounds=6, burst_s=1.0))
-    timed = "".join(seen)[4:]  # after one call of each
-    rounds = [timed[:4], *("".join(timed[i : i + 8 : 2]) for i in range(4, len(timed), 8))]
-    assert all(sorted(order) == list("abcd") for order in rounds)
-    before_a = {order[order.index("a") - 1] for order in rounds if order[0] != "a"}
+    device = Device(launch_s=0.0005)
+    monkeypatch.setattr(turns, "time", device)
+    said = []
+    by_turns({name: device.work(name) for name in "abcd"}, 6, 0.01, 0.01, said.append)
+    order = "".join(text[-1] for text in said)
+    rounds = [order[i : i + 4] for i in range(0, len(order), 4)]
+    assert all(sorted(x) == list("abcd") for x in rounds)
     assert len(rounds) == 6
-    assert len(before_a) > 1
+    assert len({x[x.index("a") - 1] for x in rounds if x[0] != "a"}) > 1
+    ran = "".join(name for name, _ in itertools.groupby(call[0] for call in device.calls[8:]))
+    assert ran == "".join(name for name, _ in itertools.groupby(order))
 
 
 def test_processes_take_turns(tmp_path):
@@ -218,6 +280,9 @@ def test_merge(tmp_path, capsys):
     assert "one machine" in capsys.readouterr().err
     assert run("--merge", str(both), str(both)) == 2
     assert "a, jaxcap+cap, forward once more" in capsys.readouterr().err
+    report.write([Row("c", "x", "forward", 1.0, 1.0, 5.0, burst_tflops=6.0)], ran, other)
+    assert run("--merge", str(both), str(other)) == 2
+    assert "--sustain 0" in capsys.readouterr().err
     drawn = tmp_path / "drawn.png"
     assert run("--merge", str(both), "--passes", "forward+backward", "--picture", str(drawn)) == 2
     assert "--picture" in capsys.readouterr().err and not drawn.exists()

@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 
 import jaxcap
-from examples.gemma2 import checkpoint, compare, convert, data, generate, report, train
+from examples.gemma2 import checkpoint, compare, convert, data, generate, model, report, train
 from examples.gemma2.config import PRESETS, Config
 from examples.gemma2.model import Gemma2
 from jaxcap import marks
@@ -202,17 +202,47 @@ def test_what_attention_receives(tensors, monkeypatch):
     assert {call["implementation"] for call in calls} == {"xla"}
 
 
-def test_scan_and_remat_change_nothing(tensors):
+def test_scan_remat_and_gather_change_nothing(tensors, monkeypatch):
     def gradients(**changes):
         graph, state = nnx.split(model_of(tensors, SMALL.replace(**changes)))
         loss = train.loss_function(graph)
         return jax.jit(jax.value_and_grad(loss))(state, TOKENS)
 
+    first = gradients(scan_layers=True)
+    monkeypatch.setattr(model, "LARGEST_PRODUCT", 0)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4),
-        gradients(scan_layers=True),
+        first,
         gradients(scan_layers=False, remat=True),
     )
+
+
+@pytest.mark.parametrize("rows", [0, model.LARGEST_PRODUCT], ids=["gathered", "multiplied"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_tokens_are_looked_up_exactly(dtype, rows, monkeypatch):
+    """And the gradients of equal tokens add up without a rounding each."""
+    monkeypatch.setattr(model, "LARGEST_PRODUCT", rows)
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.normal(size=(6, 8)) * 10.0 ** np.arange(-3, 3)[:, None], jnp.float32)
+    tokens = jnp.asarray(rng.integers(0, 5, 4096), jnp.int32)
+    look_up = lambda t: model.look_up(t, tokens, jnp.dtype(dtype))  # noqa: E731
+    found, pullback = jax.vjp(jax.jit(look_up), table)
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, np.asarray(table.astype(dtype))[tokens])
+    d_out = jnp.asarray(rng.uniform(1, 2, found.shape), dtype)
+    expected = np.zeros(table.shape)
+    np.add.at(expected, np.asarray(tokens), np.asarray(d_out, np.float64))
+    (gradient,) = pullback(d_out)
+    np.testing.assert_allclose(gradient, expected, rtol=max(float(jnp.finfo(dtype).eps), 1e-5))
+
+
+@pytest.mark.parametrize("vocabulary", [model.LARGEST_PRODUCT, model.LARGEST_PRODUCT + 1])
+def test_only_a_large_vocabulary_is_scattered_to(vocabulary):
+    """A small one's gradient would take a GPU longer so than all the rest of a step."""
+    graph, shapes = checkpoint.abstract(SMALL.replace(layers=2, vocab_size=vocabulary))
+    loss = lambda s: jnp.sum(nnx.merge(graph, s)(TOKENS)[0] ** 2)  # noqa: E731
+    step = jax.jit(jax.value_and_grad(loss)).lower(shapes).as_text()
+    assert ("scatter" in step) == (vocabulary > model.LARGEST_PRODUCT)
 
 
 def test_bfloat16(tensors, logits):

@@ -366,6 +366,44 @@ def test_results_are_handed_over_without_a_copy_and_given_back():
     assert storage() is None
 
 
+def test_explain_decides_as_the_call_does(caplog):
+    q, k = torch.randn(1, 3, 11, 8, requires_grad=True), torch.randn(1, 1, 13, 8)
+    given: dict = {"softcap": 2.0, "causal": True, "window_size": (5, -1), "layout": "bhsd"}
+    given |= {
+        "sinks": torch.zeros(3),
+        "segment_ids": (torch.ones(1, 11).int(), torch.ones(13).int()),
+    }
+    for backend in (None, "xla"):
+        found = torch_bridge.explain(q, k, k, **given, backend=backend)
+        caplog.clear()
+        with caplog.at_level("INFO", "jaxcap"):
+            torch_bridge.attention(q, k, k, **given, backend=backend).sum().backward()
+        name, spec = found.forward.backend, found.spec
+        assert name == (backend or "blockwise") == found.training.backend
+        assert (spec.query_length, spec.kv_heads, spec.window) == (11, 1, (5, None))
+        assert spec.sinks and spec.segment_ids and spec.causal_alignment == "bottom_right"
+        assert found.training.spec.gradients == ("query", "key", "value", "sinks")
+        assert [r.getMessage() for r in caplog.records] == [
+            f"{name} runs the {kind}: q [1, 11, 3, 8], kv [13, 1, 8], float32, softcap 2, on cpu,"
+            f" through JAX (the backend is {name})"
+            for kind in ("forward", "backward")
+        ]
+    assert "softcap 2, on cpu\nforward: xla\n" in str(found)
+
+
+def test_explain_of_another_device_and_of_a_wrong_call():
+    q = torch.empty(1, 8192, 16, 128, device="meta", dtype=torch.bfloat16)
+    found = torch_bridge.explain(q, q, q, softcap=50.0, platform="sm90", gradients=("query",))
+    assert found.training.backend == "pallas"
+    assert found.training.spec.gradients == ("query",)
+    with pytest.raises(ValueError, match="q is on meta"):
+        torch_bridge.explain(q, q, q, softcap=50.0)
+    with pytest.raises(ValueError, match="softcap must not be negative"):
+        torch_bridge.explain(q, q, q, softcap=-1.0)
+    with pytest.raises(TypeError, match="softmax_scale"):
+        torch_bridge.explain(q, q, q, softmax_scale=1.0)
+
+
 def test_the_one_page_example_learns():
     assert one_page.train(15) < 3.2
 

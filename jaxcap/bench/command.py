@@ -37,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--passes", default=",".join(PASSES), help=",".join(PASSES))
     add("--rounds", type=int, default=5)
     add("--burst", type=float, default=0.15, metavar="S", help="seconds of one burst; 0.15")
+    sustain = "seconds of the same work right before a burst; 0: half a burst; 0.12"
+    add("--sustain", type=float, default=0.12, metavar="S", help=sustain)
     path = pathlib.Path
     add("--lock", type=path, metavar="FILE", help="by turns with other processes that name it")
     add("--json", type=path, metavar="FILE", help="write rows there")
@@ -47,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _cases(args: argparse.Namespace) -> list[Case]:
     if args.rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {args.rounds}")
+    for name in ("burst", "sustain"):
+        if not 0 <= (seconds := getattr(args, name)) < math.inf:
+            raise ValueError(f"--{name} must be seconds, 0 or more, got {seconds:g}")
     if args.q is None:
         if args.cases is None and jax.default_backend() == "cpu":
             raise ValueError(
@@ -139,6 +144,7 @@ def run(args: argparse.Namespace) -> int:
             passes,
             rounds=args.rounds,
             burst_s=args.burst,
+            sustain_s=args.sustain,
             progress=progress,
             lock=args.lock,
         ):
@@ -150,12 +156,14 @@ def run(args: argparse.Namespace) -> int:
         report.write(rows, ran, args.json)
     for name in passes:
         print(report.table(rows, name), end="\n\n")
-    if refused := report.refusals([row for row in rows if row.passes in passes]):
-        print(refused)
+    shown = [row for row in rows if row.passes in passes]
+    named = bool(args.implementations or args.merge)
+    for text in (report.refusals(shown, named), report.idle(shown)):
+        if text:
+            print(text)
     print(", ".join(f"{k} {v}" for k, v in ran.versions.items()))
     if args.picture is not None:
-        shown = [row for row in rows if row.passes in passes and row.tflops]
-        if not shown:
+        if not any(row.tflops for row in shown):
             print("jaxcap bench: --picture: nothing ran that could be drawn", file=sys.stderr)
             return 2
         report.picture(shown, args.picture, f"attention on {ran.versions['device']}")

@@ -1,23 +1,15 @@
-"""Timing several implementations of a case by turns, in one process.
-
-A card at its power limit slows down under load, so figures taken one after the other do not compare:
-each round times every implementation once, in bursts, and the median over rounds counts. Who follows a
-slow one finds a cooler card, so each round has another order, and a burst is preceded by half a burst that
-is not timed. The first burst after the pause of compilation, where the clock is higher, is kept too
-(`first_ms`).
-"""
+"""Times of several implementations of a case in one process, by turns."""
 
 import contextlib
 import dataclasses
 import pathlib
-import random
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxcap.bench.cases import Case
 from jaxcap.bench.implementations import Implementation
+from jaxcap.bench.turns import Work, by_turns
 
 PASSES = ("forward", "forward+backward")
 
@@ -27,13 +19,16 @@ class Row:
     case: str
     implementation: str
     passes: str  # one of PASSES
-    ms: float | None  # median; None where it cannot run
-    first_ms: float | None
+    ms: float | None  # median of rounds; None where it cannot run
+    first_ms: float | None  # of the first calls of the first round, after the pause of compilation
     tflops: float | None
     error: str | None = None
+    burst_tflops: float | None = None  # of a turn's first calls, where `tflops` is sustained
+    spread: float | None = None  # of rounds: between the slowest and the fastest, of `ms`
+    ahead: float | None = None  # on a GPU, `Turn.ahead` of the worst round: 1, or it may have idled
 
 
-def _jax_runner(implementation: Implementation, case: Case, with_backward: bool) -> Callable:
+def _jax_runner(implementation: Implementation, case: Case, with_backward: bool) -> Work:
     import jax
     import jax.numpy as jnp
 
@@ -50,15 +45,7 @@ def _jax_runner(implementation: Implementation, case: Case, with_backward: bool)
         compiled, arguments = jax.jit(attend), (q, k, v)
     jax.block_until_ready(compiled(*arguments))
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(compiled(*arguments)))
-
-    def run(count: int) -> float:
-        begin = time.perf_counter()
-        for _ in range(count):
-            results = compiled(*arguments)
-        jax.block_until_ready(results)
-        return (time.perf_counter() - begin) / count
-
-    return run
+    return Work(lambda: compiled(*arguments), jax.block_until_ready)
 
 
 _inputs: dict[Case, tuple] = {}
@@ -81,7 +68,7 @@ def _jax_inputs(case: Case) -> tuple:
     return _inputs[case]
 
 
-def _torch_runner(implementation: Implementation, case: Case, with_backward: bool) -> Callable:
+def _torch_runner(implementation: Implementation, case: Case, with_backward: bool) -> Work:
     import torch  # pyright: ignore[reportMissingImports]
 
     q, d_out, k, v = (torch.from_dlpack(x) for x in _jax_inputs(case))
@@ -99,15 +86,13 @@ def _torch_runner(implementation: Implementation, case: Case, with_backward: boo
     torch.cuda.synchronize()
     assert all(bool(torch.isfinite(x).all()) for x in results)
 
-    def run(count: int) -> float:
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(count):
-            once()
-        torch.cuda.synchronize()
-        return (time.perf_counter() - begin) / count
+    def launch():
+        once()
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
-    return run
+    return Work(launch, lambda event: event.synchronize())
 
 
 @contextlib.contextmanager
@@ -129,11 +114,11 @@ def turn(lock: pathlib.Path | None, alone: bool = True) -> Iterator[None]:
 
 def prepare(
     case: Case, implementations: Sequence[Implementation], passes: str
-) -> dict[str, Callable | str]:
-    """What runs a number of calls and gives the seconds of one; or why there is none."""
+) -> dict[str, Work | str]:
+    """The work of each, or why there is none."""
     with_backward = passes == PASSES[1]
 
-    def one(implementation: Implementation) -> Callable | str:
+    def one(implementation: Implementation) -> Work | str:
         if with_backward and not implementation.backward:
             return "has no backward"
         make = _jax_runner if implementation.framework == "jax" else _torch_runner
@@ -152,49 +137,45 @@ def measure(
     *,
     rounds: int = 5,
     burst_s: float = 0.15,
+    sustain_s: float = 0.0,
     progress: Callable[[str], None] = lambda text: None,
     lock: pathlib.Path | None = None,
 ) -> Iterator[Row]:
     """A row for each pass and implementation of one case; what cannot run says why."""
-    prepared: dict[str, dict[str, Callable | str]] = {}
+    import jax
+
+    prepared: dict[str, dict[str, Work | str]] = {}
     with turn(lock, alone=False):
         for name in passes:
             progress(f"{case.name} {name}: preparing {len(implementations)} implementations")
             prepared[name] = prepare(case, implementations, name)
     for name, found in prepared.items():
-        runners = {who: run for who, run in found.items() if not isinstance(run, str)}
+        works = {who: work for who, work in found.items() if isinstance(work, Work)}
 
         def say(text: str, where: str = f"{case.name} {name}") -> None:
             progress(f"{where}: {text}")
 
         with turn(lock):
-            times = by_turns(runners, rounds, burst_s, say)
-        for who, taken in times.items():
-            seconds = statistics.median(taken)
-            tflops = case.flops(name == PASSES[1]) / seconds / 1e12
-            yield Row(case.name, who, name, seconds * 1e3, taken[0] * 1e3, tflops)
+            turns = by_turns(works, rounds, burst_s, sustain_s, say)
+        flops = case.flops(name == PASSES[1])
+        for who, taken in turns.items():
+            seconds = sorted(x.seconds for x in taken)
+            middle = statistics.median(seconds)
+            first = statistics.median(x.first for x in taken)
+            yield Row(
+                case.name,
+                who,
+                name,
+                ms=1e3 * middle,
+                first_ms=1e3 * taken[0].first,
+                tflops=flops / middle / 1e12,
+                burst_tflops=flops / first / 1e12 if sustain_s else None,
+                spread=(seconds[-1] - seconds[0]) / middle,
+                ahead=min(x.ahead for x in taken) if jax.default_backend() != "cpu" else None,
+            )
         for who, why in found.items():
             if isinstance(why, str):
                 yield Row(case.name, who, name, None, None, None, why)
-
-
-def by_turns(
-    runners: dict[str, Callable],
-    rounds: int,
-    burst_s: float,
-    progress: Callable[[str], None] = lambda text: None,
-) -> dict[str, list[float]]:
-    """Seconds of a call, a burst a round. `runners` run a number of calls."""
-    times: dict[str, list[float]] = {name: [] for name in runners}
-    generator = random.Random(0)
-    counts = {name: max(3, min(200, int(burst_s / run(1)))) for name, run in runners.items()}
-    for number in range(rounds):
-        for name in generator.sample(list(runners), len(runners)):
-            progress(f"round {number + 1} of {rounds}, {name}")
-            if number:
-                runners[name](max(1, counts[name] // 2))
-            times[name].append(runners[name](counts[name]))
-    return times
 
 
 def _short(error: Any) -> str:

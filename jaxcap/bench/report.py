@@ -31,38 +31,68 @@ def versions() -> dict[str, str]:
     return found
 
 
+def base(implementation: str) -> str:
+    """Its name without what says whether it caps."""
+    return implementation.removesuffix("+cap").removesuffix(" plain")
+
+
 def _short(tflops: float) -> str:
     """Whole above 10, two digits below: a CPU's are hundredths."""
     return f"{tflops:.0f}" if tflops >= 10 else f"{tflops:.2g}"
 
 
+def _speeds(row: Row) -> str:
+    sustained = _short(row.tflops or 0.0)
+    return sustained if row.burst_tflops is None else f"{_short(row.burst_tflops)} / {sustained}"
+
+
 def table(rows: Sequence[Row], passes: str) -> str:
     """TFLOP/s, a line a case and a column an implementation that ran one of them, in Markdown."""
     rows = [row for row in rows if row.passes == passes]
+    both = ", first calls / sustained" if any(row.burst_tflops for row in rows) else ""
     names = list(dict.fromkeys(row.implementation for row in rows if row.tflops is not None))
     found = {(row.case, row.implementation): row for row in rows}
-    lines = [f"| {passes}, TFLOP/s | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    lines = [f"| {passes}, TFLOP/s{both} | " + " | ".join(names) + " |"]
+    lines.append("|---" * (len(names) + 1) + "|")
     for case in dict.fromkeys(row.case for row in rows):
         cells = []
         for name in names:
             row = found.get((case, name))
-            cells.append("–" if row is None or row.tflops is None else _short(row.tflops))
+            cells.append("–" if row is None or row.tflops is None else _speeds(row))
         lines.append(f"| {case} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def refusals(rows: Sequence[Row]) -> str:
-    """A line for each implementation and reason, and where that was if not everywhere."""
+def refusals(rows: Sequence[Row], named: bool = True) -> str:
+    """A line for each implementation and reason, and where that was if not everywhere.
+
+    One for all that ran nowhere, if they were not named and something ran: much is not for every machine.
+    """
     asked: dict[str, list[str]] = {}
     found: dict[tuple[str, str], list[str]] = {}
+    ran = {row.implementation for row in rows if row.tflops is not None}
     for row in rows:
         place = f"{row.case} {row.passes}"
         asked.setdefault(row.implementation, []).append(place)
-        if row.error:
+        if row.error and (named or not ran or row.implementation in ran):
             found.setdefault((row.implementation, row.error), []).append(place)
-    return "\n".join(
+    lines = [
         f"{name}: {error}" + ("" if places == asked[name] else f" ({', '.join(places)})")
         for (name, error), places in found.items()
+    ]
+    absent = [name for name in asked if name not in ran | {name for name, _ in found}]
+    if absent:
+        bases = dict.fromkeys(base(name) for name in absent)
+        lines.append(f"did not run: {', '.join(bases)}; why: name them, --implementations")
+    return "\n".join(lines)
+
+
+def idle(rows: Sequence[Row]) -> str:
+    """A line for each row in which the host did not launch as fast as the GPU computed."""
+    return "\n".join(
+        f"{row.implementation}, {row.case} {row.passes}: the GPU waited for the host"
+        for row in rows
+        if row.ahead is not None and row.ahead < 0.9
     )
 
 
@@ -93,7 +123,7 @@ def _parsed(path: pathlib.Path) -> tuple[list[Row], Run]:
         texts = [run.date, run.command, *run.versions.values(), run.versions["device"]]
         for row in rows:
             texts += [row.case, row.implementation, row.passes]
-        speeds = [row.tflops for row in rows if row.tflops is not None]
+        speeds = [x for row in rows for x in (row.tflops, row.burst_tflops) if x is not None]
         right = all(isinstance(x, str) for x in texts)
         if not right or not all(isinstance(x, int | float) for x in speeds):
             raise TypeError("text and numbers are not where they should be")
@@ -105,7 +135,7 @@ def _parsed(path: pathlib.Path) -> tuple[list[Row], Run]:
 def read(paths: Sequence[pathlib.Path]) -> tuple[list[Row], Run]:
     """The rows of files that `write` made, and the run.
 
-    ValueError: other files, of different versions, or a row twice.
+    ValueError: other files, of different versions, or a row twice, or sustained and not.
     """
     rows: list[Row] = []
     runs: list[Run] = []
@@ -124,6 +154,10 @@ def read(paths: Sequence[pathlib.Path]) -> tuple[list[Row], Run]:
                 )
         rows += more
         runs.append(run)
+    if len({row.burst_tflops is None for row in rows if row.tflops is not None}) > 1:
+        raise ValueError(
+            "--merge: some of these are sustained, others are not (--sustain 0): they do not compare"
+        )
     command = "; ".join(dict.fromkeys(run.command for run in runs))
     return rows, Run(max(run.date for run in runs), command, runs[0].versions)
 
@@ -132,13 +166,11 @@ def picture(rows: Sequence[Row], path: pathlib.Path, title: str) -> None:
     """Bars a case, fast ones first: capped ones solid, plain ones pale. Needs matplotlib."""
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
-    def base(row: Row) -> str:
-        return row.implementation.removesuffix("+cap").removesuffix(" plain")
-
     rows = [row for row in rows if row.tflops]
     shown = [passes for passes in PASSES if any(row.passes == passes for row in rows)]
     names = sorted({row.implementation for row in rows}, key=lambda name: (" plain" in name, name))
-    bases = list(dict.fromkeys([*_COLOURED, *(base(row) for row in rows)]))
+    bases = list(dict.fromkeys([*_COLOURED, *(base(row.implementation) for row in rows)]))
+    kind = ", sustained" if any(row.burst_tflops for row in rows) else ""
     figure = Figure(figsize=(12, 3.6 * len(shown) + 1), layout="constrained")
     axes = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
     bars: dict[str, Any] = {}
@@ -153,11 +185,11 @@ def picture(rows: Sequence[Row], path: pathlib.Path, title: str) -> None:
                     place + (n - (len(group) - 1) / 2) * width,
                     row.tflops,
                     0.9 * width,
-                    color=f"C{bases.index(base(row)) % 10}",
+                    color=f"C{bases.index(base(row.implementation)) % 10}",
                     alpha=0.35 if " plain" in row.implementation else 1.0,
                 )
         axis.set_xticks(range(len(cases)), cases)
-        axis.set(ylabel=f"{passes}, TFLOP/s")
+        axis.set(ylabel=f"{passes}, TFLOP/s{kind}")
         axis.spines[["top", "right"]].set_visible(False)
     figure.legend(
         [bars[name] for name in names], names, loc="outside lower center", ncols=6, frameon=False

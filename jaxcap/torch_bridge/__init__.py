@@ -7,16 +7,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxcap.torch_bridge.explanation import explain
     from jaxcap.torch_bridge.functional import attention
     from jaxcap.torch_bridge.huggingface import register_with_transformers
     from jaxcap.torch_bridge.module import DotProductAttention
     from jaxcap.torch_bridge.varlen import varlen_attention
 
-__all__ = ["DotProductAttention", "attention", "register_with_transformers", "varlen_attention"]
+__all__ = [
+    "DotProductAttention",
+    "attention",
+    "explain",
+    "register_with_transformers",
+    "varlen_attention",
+]
 
 _MODULES = {
     "DotProductAttention": "module",
     "attention": "functional",
+    "explain": "explanation",
     "register_with_transformers": "huggingface",
     "varlen_attention": "varlen",
 }

@@ -159,8 +159,13 @@ def platform(device: torch.device) -> str:
     raise ValueError(f"q is on {device}; jaxcap runs on CUDA and CPU tensors")
 
 
-def spec_of(settings: Settings, tensors: Tensors, gradients: tuple[str, ...] = ()) -> AttentionSpec:
-    """The static description of a call on canonical tensors."""
+def spec_of(
+    settings: Settings,
+    tensors: Tensors,
+    gradients: tuple[str, ...] = (),
+    elsewhere: str | None = None,
+) -> AttentionSpec:
+    """The static description of a call on canonical tensors, `elsewhere` as if on that platform."""
     check_settings(settings)
     q, v = tensors.query, tensors.value
     batch, length, heads, size = q.shape
@@ -198,5 +203,5 @@ def spec_of(settings: Settings, tensors: Tensors, gradients: tuple[str, ...] = (
         deterministic=settings.deterministic or ENVIRONMENT.deterministic,
         return_residual=settings.return_lse,
         gradients=gradients,
-        platform=platform(q.device),
+        platform=elsewhere or platform(q.device),
     )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import torch
 
 from jaxcap import selection
+from jaxcap.dispatch import describe
 from jaxcap.environment import logger
 from jaxcap.spec import AttentionSpec, Dropout, Gradients, Operands
 from jaxcap.torch_bridge import call, context, launcher
@@ -122,7 +123,9 @@ class Plan:
             part = Part(kind, self.decision.backend or "", spec, self.names, self.device)
             found, route = part_of(part, tensors)
             how = "launched directly" if route == "direct" else f"through JAX ({route})"
-            logger.info("%s runs the %s on %s, %s: %s", part.backend, kind, self.device, how, spec)
+            where = "" if self.device.type == "cpu" else f" ({self.device})"
+            logger.info("%s%s, %s", describe(spec, part.backend, kind), where, how)
+            logger.debug("%s\n%s", spec, self.decision)
             self.routes[kind] = route
             self.parts[kind] = found
         return found
