@@ -49,7 +49,7 @@ class Hardware:
 
     forward: Kernel
     backward: Kernel
-    hop_forward: Kernel  # of a ring: not persistent, results in float32
+    hop_forward: Kernel  # of a ring: beside transfers, results in float32
     hop_backward: Kernel
     permute: Link = Link(272e9)  # measured at 256 MB on two H200s
     gather: Link = Link(229e9)  # likewise, and its reverse

@@ -90,6 +90,8 @@ def split(
         types = [(batch, (), heads, ()), (batch, heads, ())]
     else:
         types = [axes_of(getattr(operands, name)) for name in spec.gradients]
+        if spec.query_sum is not None:
+            types[0] = found[-1]
 
     def flat(operands, *arrays):
         return tuple(jax.tree.leaves(function(operands, *arrays)))

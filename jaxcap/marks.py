@@ -1,4 +1,4 @@
-"""Primitives: `executed` logs what a program holds, `batch_index` counts vmapped axes, `reverse_only`.
+"""`executed` logs what a program holds, `batch_index` counts vmapped axes; `reverse_only`, `invariant`.
 
 jit, remat and scan trace functions that never run, so a log at trace time would lie. `executed` is
 an identity that survives into the program and reports when it is lowered, once a message.
@@ -8,6 +8,8 @@ A vmapped axis counts as batch for dropout, although the function under vmap can
 
 JAX differentiates a `custom_vjp` forwards until it runs, or compiles, the result, and then names no
 reason. Before it stands `reverse_only`, an identity whose tangent can be transposed but not computed.
+
+Pallas takes no reference whose type varies over a mesh's axes: `invariant` is an identity that forgets them.
 """
 
 import jax
@@ -131,3 +133,15 @@ for _p in (_reverse_only_p, _tangent_p):
 def reverse_only(x: Array, backend: str) -> Array:
     """`x`, of which forward-mode derivatives raise an error that names the backend."""
     return _reverse_only_p.bind(x, backend=backend)
+
+
+_invariant_p = Primitive("jaxcap_invariant")
+_invariant_p.def_impl(lambda x: x)
+_invariant_p.def_abstract_eval(lambda x: ShapedArray(x.shape, x.dtype))
+mlir.register_lowering(_invariant_p, lambda ctx, x: [x])
+batching.defvectorized(_invariant_p)
+
+
+def invariant(x: Array) -> Array:
+    """`x`, which may differ from device to device although its type no longer says so."""
+    return _invariant_p.bind(x)

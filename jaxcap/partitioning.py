@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core.primitives import closed_call_p
 
-from jaxcap import explicit, placement
+from jaxcap import explicit, fragments, placement
 from jaxcap.fine_mesh import FineMesh
 from jaxcap.folding import folds_vmap
 from jaxcap.placement import Axes, Placement, Role, add_up
@@ -41,7 +41,10 @@ def partitioned(backend: Any, part: str, spec: AttentionSpec) -> Callable:
         here = spec.with_shapes_of(operands)
         if here != spec and (why := backend.reasons(here)):
             raise BackendError(f"backend {backend.name!r} cannot run a shard: {'; '.join(why)}")
-        result = getattr(backend, part)(here, operands, *arrays)
+        if here.query_sum is not None and not hasattr(backend, "query_factor"):
+            result = fragments.add_part(backend, here, operands, arrays)
+        else:
+            result = getattr(backend, part)(here, operands, *arrays)
         # What a kernel writes comes out as replicated under shard_map, whatever it read.
         varying = varying_axes((operands, arrays))
         result = jax.tree.map(lambda x: vary(x, varying), result)

@@ -35,7 +35,13 @@ _OPERANDS = {
     "sinks": ("sinks", "bn"),
 }
 _DROPOUT = {"rng": "b.", "batch": "b", "head": "n", "query": ".", "key": "."}
-_SAVED = (("out", "btnv"), ("lse", "bnt"), ("d_out", "btnv"), ("d_lse", "bnt"))
+_SAVED = (
+    ("out", "btnv"),
+    ("lse", "bnt"),
+    ("d_out", "btnv"),
+    ("d_lse", "bnt"),
+    ("query_sum", "bn.."),
+)
 
 _MEANING = {
     "t": "its length (T)",
@@ -87,7 +93,11 @@ def result_roles(part: str, spec: AttentionSpec, operands: Operands) -> list[Rol
             Role(name, dims, True).fit(jax.ShapeDtypeStruct(shape, "float32"))
             for (name, dims), shape in pairs
         ]
-    return [Role(*_OPERANDS[name]).fit(getattr(operands, name)) for name in spec.gradients]
+    roles = [Role(*_OPERANDS[name]).fit(getattr(operands, name)) for name in spec.gradients]
+    if spec.query_sum is not None:
+        rows = roles[0].dims  # btnh
+        roles[0] = Role("query", f"{rows[0]}{rows[2]}..")
+    return roles
 
 
 class Placement(NamedTuple):

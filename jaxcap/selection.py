@@ -3,8 +3,9 @@
 A backend is an object with a `name`, `reasons(spec) -> list[str]`, `forward(spec, operands)` that
 returns output and log-sum-exp, and `backward(spec, operands, out, lse, d_out, d_lse)`, or
 `native = True` where JAX differentiates the forward itself. `wide = True` says that it honours
-`spec.partial`. A new one is a file with `BACKEND` in it and its line in `MODULES`, or, from outside
-this package, a call of `register`.
+`spec.partial`, a method `query_factor(spec)` that its backward takes the sum that `spec.query_sum`
+speaks of. A new one is a file with `BACKEND` in it and its line in `MODULES`, or, from outside this
+package, a call of `register`.
 """
 
 import contextlib

@@ -69,6 +69,13 @@ class Gradients(NamedTuple):
     sinks: Array | None = None
 
 
+class QuerySum(NamedTuple):
+    """What a part's gradient of the queries is added to: a sum over parts, see `fragments`."""
+
+    first: int  # the row that is the part's first query
+    factor: float  # by which all is multiplied at the end
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
     """All that a backend may decide on: static, hashable, without arrays."""
@@ -106,6 +113,7 @@ class AttentionSpec:
     # whether output and gradients should be in the accumulator's dtype, for they will be summed.
     position_offset: int = 0
     partial: bool = False
+    query_sum: QuerySum | None = None  # the backward adds to one, its last array, and returns it
     # Whether transfers hold some multiprocessors meanwhile: blocks may not wait for one of their own.
     beside_transfers: bool = False
     context_parallel: Any = None  # hashable; None on one device or where XLA partitions

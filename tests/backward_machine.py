@@ -378,6 +378,7 @@ class Machine:
 
     def add(self, batch: int, head: int, tile: int, column: int, of: frozenset) -> None:
         """64 rows and columns of dQ."""
+        tile -= self.plan.first_tile
         q0 = tile * 64 // self.c.block_q * self.c.block_q
         assert batch == self.block.b and of == self.step(head, q0), "dQ is of other tiles"
         self.added[head, tile, column] += 1

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcap import selection
+from jaxcap import fragments, selection
 from jaxcap.spec import Array, AttentionSpec, Gradients, Operands
 
 
@@ -65,6 +65,19 @@ class Recorder:
             return Gradients(**pullback((d_out, d_lse + used))[0])
 
         return self._kernel("backward", kernel)(operands, out, lse, d_out, d_lse)
+
+
+class Adder(Recorder):
+    """Its backward adds to a sum of the queries' gradients, as kernels do."""
+
+    def query_factor(self, spec: AttentionSpec) -> float:
+        del spec
+        return 0.5
+
+    def backward(self, spec: AttentionSpec, operands: Operands, *arrays: Any) -> Gradients:
+        if spec.query_sum is None:
+            return super().backward(spec, operands, *arrays)
+        return fragments.add_part(self, spec, operands, arrays)
 
 
 class Tabled(Recorder):

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxcap import attention, blockwise
+from jaxcap import attention, blockwise, fragments
 from jaxcap.pallas import backward, backward_tables
 from jaxcap.pallas.backend import BACKEND
 from jaxcap.pallas.backward_config import CONFIGS, HEAVY_128, LOADER_REGISTERS
-from jaxcap.spec import AttentionSpec, Operands
+from jaxcap.spec import AttentionSpec, Operands, QuerySum
 from tests import cases, compile_sm90, conformance
 from tests.test_pallas_forward import operand_shapes
 
@@ -281,6 +281,9 @@ def call(length, head_size, **changes):
     return spec.replace(**changes)
 
 
+#: A part whose dQ is added to a sum over 1024 queries.
+SUM = {"partial": True, "query_sum": QuerySum(256, 0.1)}
+
 #: Bytes that ptxas may spill; the tuned configurations were measured with these spills.
 COMPILED = {
     "d64_causal": (call(576, 64, is_causal=True), 0),
@@ -288,11 +291,11 @@ COMPILED = {
     "d128_causal": (call(512, 128, is_causal=True), 24),
     "d128_full": (call(512, 128), 16),
     "d128_float16": (call(512, 128, is_causal=True, dtype="float16"), 24),
-    "d128_window": (call(512, 128, is_causal=True, window=(100, 0), partial=True), 40),
+    "d128_window": (call(512, 128, is_causal=True, window=(100, 0), **SUM), 40),
     "d128_ragged": (call(509, 128, is_causal=True, partial=True), 28),
     "d192": (call(512, 192, is_causal=True), 0),
     "d256_causal": (call(512, 256, is_causal=True), 0),
-    "d256_full": (call(512, 256, partial=True), 12),
+    "d256_full": (call(512, 256, **SUM), 12),
     "d128_deterministic": (call(512, 128, is_causal=True, deterministic=True), 52),
     "d128_segments": (call(512, 128, segment_ids=True, is_causal=True), 92),
     "d128_dropout": (call(512, 128, dropout_rate=0.1), 124),
@@ -315,10 +318,14 @@ def compiled(name: str):
     operands = operand_shapes(spec)
     lse = jax.ShapeDtypeStruct((spec.batch, spec.query_heads, spec.query_length), jnp.float32)
 
-    def run(operands, out, lse, d_out):
-        return backward.backward(spec, operands, out, lse, d_out, None)
+    def run(operands, out, lse, d_out, *query_sum):
+        return BACKEND.backward(spec, operands, out, lse, d_out, None, *query_sum)
 
-    return run, (operands, operands.query, lse, operands.query)
+    arrays = operands, operands.query, lse, operands.query
+    if spec.query_sum is None:
+        return run, arrays
+    total = fragments.sum_shape(spec.replace(query_length=1024))
+    return run, (*arrays, jax.ShapeDtypeStruct(total, jnp.float32))
 
 
 @pytest.mark.parametrize("config", [*CONFIGS.values(), HEAVY_128])
@@ -401,7 +408,8 @@ def test_conversion_of_dq(length, head_size, dtype):
     plan = backward.make_plan(call(length, head_size, dtype=dtype))
     dq = jax.random.normal(jax.random.key(0), plan.dq_shape, jnp.float32) * 1e6
     got = jax.jit(lambda x: backward_convert.converted(plan, x, 0.3))(dq)
-    wanted = backward.unpermuted(plan, dq)[:, :length, :, :head_size] * 0.3
+    total = dq.reshape(*dq.shape[:2], plan.padded_queries, plan.padded_head_size)
+    wanted = fragments.rows_of(total, length, head_size) * 0.3
     np.testing.assert_array_equal(*(np.asarray(x.astype(dtype)) for x in (got, wanted)))
 
 
@@ -448,6 +456,36 @@ def test_parts_are_not_rounded(head_size):
     spec = spec.replace(platform="sm90", gradients=("query", "key", "value"))
     pairs = zip(errors(spec.replace(partial=True)), errors(spec), strict=True)
     assert all(0 < part < rounded for part, rounded in pairs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("length", "head_size"), [(77, 40), (512, 64), (509, 128), (190, 256)])
+def test_parts_are_added_to_a_sum(length, head_size):
+    """Of queries in two parts: in the places of each, what the parts are by themselves."""
+    spec = call(length, head_size, is_causal=True, partial=True)
+    first = fragments.ROWS * (length // 128)
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (
+        jnp.asarray(rng.standard_normal((2, length, n, head_size)), jnp.bfloat16)
+        for n in (4, 2, 2, 4)
+    )
+    out, lse = BACKEND.forward(spec, Operands(q, k, v))
+    factor = BACKEND.query_factor(spec)
+    total = jnp.ones(fragments.sum_shape(spec), jnp.float32)
+    parts = []
+    for start, stop in ((0, first), (first, length)):
+        if start == stop:
+            continue
+        rows = slice(start, stop)
+        part = spec.replace(query_length=stop - start, position_offset=start)
+        arrays = Operands(q[:, rows], k, v), out[:, rows], lse[:, :, rows], d_out[:, rows], None
+        parts.append(jax.jit(lambda *x, part=part: BACKEND.backward(part, *x))(*arrays).query)
+        added = part.replace(query_sum=QuerySum(start, factor))
+        run = jax.jit(lambda *x, added=added: BACKEND.backward(added, *x), donate_argnums=5)
+        total = run(*arrays, total).query
+    found = np.asarray(fragments.rows_of(total, length, head_size) * factor)
+    wanted = np.concatenate(parts, 1) + factor
+    np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
 
 
 REPEATED = ["causal", "gemma_window", "both_lengths", "segments_packed", "mask", "dropout"]

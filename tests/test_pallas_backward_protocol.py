@@ -16,6 +16,7 @@ import pytest
 
 from jaxcap.pallas import backward
 from jaxcap.pallas.backward_config import CONFIGS, HEAVY_128
+from jaxcap.spec import QuerySum
 from tests.backward_machine import WARPS, Accumulator, Barrier, Global, Machine, Memory, Value, View
 from tests.test_pallas_backward import call
 from tests.test_pallas_protocol import At, Forwarding
@@ -161,7 +162,7 @@ CALLS: dict[str, tuple[int, int, int, int, int, dict]] = {
     "one_query": (1, 63, 2, 1, 2, {"partial": True}),
     "causal": (3, 0, 4, 0, 4, {**CAUSAL, "kv_heads": 2}),  # keys that no query sees
     "bottom_right": (7, 8, 2, 8, 1, {**CAUSAL, "causal_alignment": "bottom_right"}),  # and queries
-    "window": (5, 3, 3, 5, 3, {**CAUSAL, "window": (70, 0)}),
+    "window": (5, 3, 3, 5, 3, {**CAUSAL, "window": (70, 0), "query_sum": QuerySum(128, 1.0)}),
     "deterministic": (6, 0, 7, 0, 1, {"deterministic": True}),
     "deterministic_group": (2, 1, 3, 8, 6, {"deterministic": True, "kv_heads": 2, "batch": 2}),
     "segments": (6, 0, 7, 0, 1, {"segment_ids": True}),

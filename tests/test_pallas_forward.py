@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import heapq
 import math
 
 import jax
@@ -56,7 +57,7 @@ PROGRAMS = {
     "d128_full": (sized(128, **FULL), 0),
     "d128_window": (sized(128, window=(4095, 0)), 0),
     "d128_1k": (sized(128, **length(1024), batch=16), 0),
-    "d128_partial": (sized(128, **FULL, partial=True), 64),
+    "d128_partial": (sized(128, **FULL, partial=True), 0),
     "d128_cap_8": (sized(128, **FULL, softcap=8.0), 0),
     "d128_few": (sized(128, **length(2048), window=(999, 0)), 0),
     "d128_f16": (sized(128, dtype="float16", softcap=8.0), 4),
@@ -96,7 +97,7 @@ SCANNED = "d128"
 
 #: Those that may take the cap as a cubic: many tiles a multiprocessor, many steps a tile, no small cap.
 CUBIC_128 = ("d128", "d128_full", "d128_window", "d128_1k", "d128_partial", "sinks")
-NEAR = {"d64", "d64_full", "d96", *CUBIC_128}
+NEAR = {"d64", "d64_full", "d96", "beside_transfers", *CUBIC_128}
 
 
 def operand_shapes(spec: AttentionSpec) -> Operands:
@@ -450,15 +451,43 @@ def test_work_table_gives_every_tile_once_and_evenly():
     assert max(loads) - min(loads) <= costs.max()
 
 
-def test_no_table_of_work_beside_transfers():
-    """A block that waits for a multiprocessor that a transfer holds would keep its share waiting."""
+def started(lists, costs, free):
+    """When multiprocessors that are free at times `free` have done the lists, each taking the next."""
+    free, end = list(free), 0.0
+    for mine in lists:
+        at = heapq.heappop(free) + costs[mine].sum()
+        heapq.heappush(free, at)
+        end = max(end, at)
+    return end
 
-    def tables(spec):
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tiles_each", [1.5, 7, 40, 90])
+def test_short_lists_end_together_whoever_begins_late(causal, tiles_each):
+    workers, tiles = 132, int(132 * tiles_each)
+    costs = np.full(tiles, 10.0) if not causal else np.tile(np.arange(tiles // 4, 0, -1.0), 4)
+    table = schedule.short_lists(costs, workers)
+    lists = [row[1 : 1 + row[0]] for row in table]
+    assert sorted(np.concatenate(lists)) == list(range(len(costs)))
+    assert [len(x) for x in lists[: schedule.DOORS]] == [1] * schedule.DOORS
+    assert min(map(len, lists)) == 1
+    if tiles_each >= 40:
+        assert len(costs) / len(lists) > 4  # of which a cubic may repeat one
+    for late in (0.0, 0.1, 0.5, 0.9):  # 16 multiprocessors, of the time that it takes
+        whole = costs.sum() / (workers - 16 * late)
+        free = sorted([0.0] * (workers - 16) + [late * whole] * 16)
+        assert started(lists, costs, free) <= whole + 1.01 * costs.max()
+
+
+def test_blocks_beside_transfers():
+    """More than multiprocessors: one that waits for one of those would keep its share waiting."""
+
+    def blocks(spec):
         traced = jax.make_jaxpr(lambda x: BACKEND.forward(spec, x))(operand_shapes(spec))
-        return [x.shape for x in traced.consts if x.ndim == 2]
+        return next(x.shape[0] for x in traced.consts if x.ndim == 2)
 
-    assert tables(BASE)
-    assert not tables(BASE.replace(beside_transfers=True))
+    assert blocks(BASE) == 132
+    assert blocks(BASE.replace(beside_transfers=True)) > 4 * 132
 
 
 def test_coordinates_are_a_permutation():
@@ -556,17 +585,19 @@ def test_configurations_on_the_gpu(name, softcap, causal):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("hop", [False, True])
 @pytest.mark.parametrize(("size", "causal"), [(64, True), (96, False), (128, True), (128, False)])
-def test_cubic_on_the_gpu(size, causal, monkeypatch):
+def test_cubic_on_the_gpu(size, causal, hop, monkeypatch):
     """Logits for which the cap is a cubic, some that disprove it after the first step, and large ones."""
     from jaxcap import reference
     from jaxcap.pallas import cubic, forward_sm90
 
     taken, scale = [], cubic.scale
     monkeypatch.setattr(cubic, "scale", lambda *x: taken.append(1) or scale(*x))
-    monkeypatch.setattr(cubic, "LEAST_TILES", 1)
-    monkeypatch.setattr(cubic, "LEAST_STEPS", 1)
+    for least in ("LEAST_TILES", "LEAST_BESIDE", "LEAST_STEPS"):
+        monkeypatch.setattr(cubic, least, 1)
     spec = sized(size, batch=4, query_heads=16, kv_heads=4, is_causal=causal, **length(1000))
+    spec = spec.replace(partial=hop, beside_transfers=hop)
     run = jax.jit(lambda *x: forward_sm90.forward(spec, Operands(*x), config.forward_config(spec)))
     for name in ("small", "some large", "large"):
         rng = np.random.default_rng(1)

@@ -147,6 +147,7 @@ class Attempt:
     not; its warpgroup's tick then."""
 
     where: tuple
+    cta: int
     warpgroup: int
     tick: int
     visited: list[tuple]
@@ -365,7 +366,7 @@ class Machine:
     def finished(self, where: tuple, visited: list[tuple], exact: bool) -> None:
         with self.lock:
             self.found.setdefault(where, []).append(
-                Attempt(where, self.me, self.tick(), visited, exact)
+                Attempt(where, self.cta, self.me, self.tick(), visited, exact)
             )
 
 
@@ -586,8 +587,8 @@ def run(
     )
     applies_at_all = f.cubic.applies
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f.cubic, "LEAST_TILES", 0)
-        patch.setattr(f.cubic, "LEAST_STEPS", 0)
+        for name in ("LEAST_TILES", "LEAST_BESIDE", "LEAST_STEPS"):
+            patch.setattr(f.cubic, name, 0)
         for name, value in fakes.items():
             patch.setattr(f, name, value)
         f.forward(spec, operands, c)
@@ -713,6 +714,7 @@ NEAR_CALLS = {
     "window": length(450, 700) | {"window": (200, 0), "causal_alignment": "bottom_right"},
     "full": length(500, 256) | FULL,
     "ragged": length(450, 300) | FULL | {"partial": True},
+    "beside_transfers": length(700, 300) | FULL | {"partial": True, "beside_transfers": True},
 }
 SCRIPTS = [
     Script(*x) for x in (((0, 0),), ((0, 1),), ((0.1, 0.2), 0), ((0.1, 0.2), 1), ((0.3, 0.1), 2))
@@ -736,24 +738,36 @@ def test_what_a_cubic_did_not_do_is_done_again_once(call):
 
 
 def played(spec: AttentionSpec, c: config.ForwardConfig, script: Script) -> tuple[list, list[int]]:
-    """(a CTA's tiles in order, how many warpgroups asked for each that is done again), checked."""
+    """(the tiles, how many warpgroups asked for each that is done again), checked."""
     found, keep = run(spec, c, {}, script), kept(spec, {}, 0)
-    attempts = sorted(itertools.chain(*found.values()), key=lambda x: x.tick)
-    of = [[x for x in attempts if x.warpgroup == w] for w in range(c.warpgroups)]
-    undone = [check_forms(mine, script) for mine in of]
-    asked = [x.tile for x in undone if x is not None]
-    count = spec.query_heads * -(-spec.query_length // c.queries)
-    tiles = [x.tile for x in of[0]]  # the first warpgroup has rows in each
-    assert len(set(tiles[:count])) == count
-    assert tiles[count:] == list(dict.fromkeys(asked))
-    for w, mine in enumerate(of):
-        here = [x for x in tiles if spec.is_causal or x[2] + 64 * w < spec.query_length]
-        assert [x.tile for x in mine] == here
+    attempts = sorted(itertools.chain(*found.values()), key=lambda x: (x.cta, x.tick))
+    order, by = [], []
+    for _, group in itertools.groupby(attempts, key=lambda x: x.cta):
+        tiles, asked = check_block(spec, c, script, list(group))
+        order += tiles
+        by += [asked.count(x) for x in set(asked)]
+    assert len(set(order)) == len(order) == spec.query_heads * -(-spec.query_length // c.queries)
     for x in attempts:
         if x.where[2] < spec.query_length:
             check_visited(spec, keep, False, c.keys, x.where[2], x.visited)
     assert all(x[-1].exact or not script.disproved(where) for where, x in found.items())
-    return tiles[:count], [asked.count(x) for x in set(asked)]
+    return order, by
+
+
+def check_block(
+    spec: AttentionSpec, c: config.ForwardConfig, script: Script, attempts: list[Attempt]
+) -> tuple[list, list]:
+    """(a CTA's tiles in order, those that its warpgroups asked for again)."""
+    of = [[x for x in attempts if x.warpgroup == w] for w in range(c.warpgroups)]
+    undone = [check_forms(mine, script) for mine in of]
+    asked = [x.tile for x in undone if x is not None]
+    tiles = [x.tile for x in of[0]]  # the first warpgroup has rows in each
+    order = list(dict.fromkeys(tiles))
+    assert tiles == [*order, *dict.fromkeys(asked)]
+    for w, mine in enumerate(of):
+        here = [x for x in tiles if spec.is_causal or x[2] + 64 * w < spec.query_length]
+        assert [x.tile for x in mine] == here
+    return order, asked
 
 
 def check_forms(attempts: list[Attempt], script: Script) -> Attempt | None:

@@ -32,6 +32,7 @@ from examples.long_context import train as example
 from jaxcap.sharding import positions
 from jaxcap.sharding.ring import Ring
 from jaxcap.spec import AttentionSpec
+from tests import fakes
 
 H200 = h200()
 #: Links that cost nothing, hops without overhead, which run as whole calls do.
@@ -211,9 +212,11 @@ def test_no_sooner_than_the_longest_block():
     assert pairs(384, 4096, False, "forward") == 792 * 4096  # 64 blocks of 192 queries
 
 
-def test_measuring_hops_on_cpu():
+@pytest.mark.parametrize("backend", ["blockwise", "adder"])
+def test_measuring_hops_on_cpu(backend):
     shape = Shape(32, 16, False, 2, 1, 8, hop=True)
-    made = programs([shape], "blockwise", "float32", workers=1)
+    with fakes.registered(fakes.Adder("adder")):
+        made = programs([shape], backend, "float32", workers=1)
     options = {"dtype": "float32", "seconds": 0.0, "rounds": 1}
     rows = list(measure([shape], made, **options))
     assert [(row.passes, row.hop) for row in rows] == [("forward", True), ("backward", True)]

@@ -252,6 +252,16 @@ def test_pallas_inside(hopper, setting, options, count):
     assert kernels(functools.partial(loss, context_parallel=cp, **options)) == count
 
 
+@pytest.mark.parametrize(("kind", "wide"), [("all_gather", False), ("ring", True)])
+def test_parts_that_nothing_is_added_to_are_in_16_bits(hopper, kind, wide):
+    cp = sharded.Setting(kind, "zigzag", (4,)).context_parallel()
+    run = functools.partial(
+        jaxcap.dot_product_attention, softcap=50.0, is_causal=True, context_parallel=cp
+    )
+    text = jax.jit(run).trace(Q, KV, KV).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("x64xf32>" in text) == wide
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_pallas_inside_a_users_shard_map(hopper, check_vma):
     setting = sharded.Setting("ring", "contiguous", (4,))

@@ -57,10 +57,17 @@ class Pallas:
         lse: Array,
         d_out: Array,
         d_lse: Array | None,
+        query_sum: Array | None = None,
     ) -> Gradients:
         from jaxcap.pallas import backward
 
-        return backward.backward(spec, operands, out, lse, d_out, d_lse)
+        return backward.backward(spec, operands, out, lse, d_out, d_lse, query_sum=query_sum)
+
+    def query_factor(self, spec: AttentionSpec) -> float:
+        """What makes a gradient of the queries of the sum that the kernel adds to, see `spec.query_sum`."""
+        from jaxcap.pallas import backward
+
+        return backward.query_factor(spec)
 
 
 BACKEND = Pallas()

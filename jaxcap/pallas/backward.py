@@ -6,10 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxcap import fragments
 from jaxcap import mask as masks
 from jaxcap.chunks import varying_over
+from jaxcap.marks import invariant
 from jaxcap.pallas.backward_tables import (
     dead_keys,
+    dropout_places,
     empty_queries,
     has_positions,
     index_band,
@@ -97,6 +100,7 @@ def make_plan(spec: AttentionSpec, config: Any = None) -> Any:
         empty_queries=may_have_empty_queries(spec),
         deterministic=spec.deterministic,
         partial=spec.partial,
+        first_tile=0 if spec.query_sum is None else spec.query_sum.first // fragments.ROWS,
         multiprocessors=multiprocessors(),
     )
 
@@ -130,20 +134,6 @@ def row_vectors(spec: AttentionSpec, operands: Operands, out, lse, d_out, d_lse,
         nlse = jnp.pad(nlse, ((0, 0), (0, 0), (0, pad)), constant_values=-jnp.inf)
         delta = jnp.pad(delta, ((0, 0), (0, 0), (0, pad)))
     return nlse, -delta, d_sinks
-
-
-def dropout_places(operands: Operands, batch: int, heads: int) -> Array:
-    """[B, N, 8] int32: key words, batch, head, first query, its step, first key, its step."""
-    d = operands.dropout
-    rng = jax.lax.bitcast_convert_type(jnp.broadcast_to(d.rng, (batch, 2)), jnp.int32)
-    parts = [
-        jnp.broadcast_to(rng[:, None], (batch, heads, 2)),
-        jnp.broadcast_to(d.batch.astype(jnp.int32)[:, None, None], (batch, heads, 1)),
-        jnp.broadcast_to(d.head.astype(jnp.int32)[None, :, None], (batch, heads, 1)),
-        jnp.broadcast_to(d.query.astype(jnp.int32), (batch, heads, 2)),
-        jnp.broadcast_to(d.key.astype(jnp.int32), (batch, heads, 2)),
-    ]
-    return jnp.concatenate(parts, -1)
 
 
 def _padded(x: Any, size: int, value: Any = 0) -> Array:
@@ -186,12 +176,11 @@ def kernel_inputs(plan: Any, spec: AttentionSpec, operands: Operands, d_out, nls
     return inputs
 
 
-def unpermuted(plan: Any, dq: Array) -> Array:
-    """The accumulator as [B, padded T, N, padded H], by XLA, which can add it to other parts as it goes."""
-    b, n, tiles = dq.shape[:3]
-    groups = plan.padded_head_size // 8
-    x = dq.reshape(b, n, tiles, groups, 4, 8, 4, 2, 2)  # warp, row, lane, half, column
-    return x.transpose(0, 2, 4, 7, 5, 1, 3, 6, 8).reshape(b, tiles * 64, n, groups * 8)
+def query_factor(spec: AttentionSpec) -> float:
+    """dQ is this times the kernel's sum."""
+    from jaxcap.pallas.backward_scores import boost
+
+    return spec.scale * 2.0 ** -boost(spec.dtype)
 
 
 def backward(
@@ -202,8 +191,9 @@ def backward(
     d_out: Array,
     d_lse: Array | None,
     config: Any = None,
+    query_sum: Array | None = None,
 ) -> Gradients:
-    """Gradients of one call on one device. `reasons(spec)` is empty.
+    """Gradients of one call on one device; dQ in the sum, if `spec.query_sum` asks. `reasons(spec)` is empty.
 
     Memory beyond inputs, outputs and lse: dQ in float32 and one float32 row vector, [B, N, T].
     """
@@ -222,8 +212,9 @@ def backward(
     # Zeros that depend on nothing XLA makes for all layers, or all steps of a ring, at once and keeps.
     before = [ndelta, operands.key[0, 0, 0, 0]] if plan.partial else ndelta
     zero, _ = jax.lax.optimization_barrier((jnp.float32(0), before))
+    dq = jnp.full(plan.dq_shape, zero) if query_sum is None else invariant(query_sum)
     results = {
-        "dq": jnp.full(plan.dq_shape, zero),
+        "dq": dq.reshape(*plan.dq_shape[:2], -1, *plan.dq_shape[3:]),
         "dk": jnp.zeros(operands.key.shape, plan.result_dtype),
         "dv": jnp.zeros(operands.value.shape, plan.result_dtype),
     }
@@ -238,9 +229,12 @@ def backward(
     # Under shard_map all come out as replicated, whatever was written to them.
     varying = varying_over(inputs)
     done = jax.tree.map(varying, pl.run_state(run)(results))
-    factor = plan.scores.scale * 2.0**-up
-    if plan.partial:
-        d_query = unpermuted(plan, done["dq"])[:, : spec.query_length, :, : spec.head_size] * factor
+    factor = query_factor(spec)
+    if query_sum is not None:
+        d_query = done["dq"].reshape(query_sum.shape)
+    elif plan.partial:
+        total = done["dq"].reshape(fragments.sum_shape(spec))
+        d_query = fragments.rows_of(total, spec.query_length, spec.head_size) * factor
     else:
         d_query = varying(backward_convert.converted(plan, done["dq"], factor))
     d_bias = None

@@ -35,6 +35,7 @@ class Plan:
     empty_queries: bool = False  # rows that attend nothing may hold NaN
     deterministic: bool = False
     partial: bool = False  # dK and dV in float32
+    first_tile: int = 0  # of 64 queries, in the sum of dQ
     multiprocessors: int = 132
     shared_rows: tuple[str, ...] = ()  # operands whose batch axis is 1
 

@@ -169,7 +169,7 @@ def _drop3(x: ir.Value) -> ir.Value:
 
 
 class _Dropout:
-    """Which entries survive; `place`: int32 [8] in memory, see `backward.dropout_places`."""
+    """Which entries survive; `place`: int32 [8] in memory, see `backward_tables.dropout_places`."""
 
     def __init__(
         self, place: Any, k0: ir.Value, q0: ir.Value, thread: _Thread, rate: float, aligned: bool

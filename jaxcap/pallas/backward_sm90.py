@@ -551,9 +551,9 @@ class Block:
                     arrive(self.ds_free.at[bb])
                     if c.load_early:
                         self.load_ahead(j, ahead)
+                tile = plan.first_tile + i * (c.block_q // 64) + m // 64
                 if c.dq == "red":
-                    place = self.dq.at[self.b, head, i * (c.block_q // 64) + m // 64]
-                    red_add(place, part, col // 8)
+                    red_add(self.dq.at[self.b, head, tile], part, col // 8)
                     plgpu.commit_smem()  # keeps ptxas from interleaving the pieces (registers)
                 else:
                     buffer = x % c.dq_buffers
@@ -562,7 +562,6 @@ class Block:
                     plgpu.wait_smem_to_gmem(c.dq_buffers - 1, wait_read_only=True)
                     store_fragments(self.dqs.at[buffer], part)
                     plgpu.commit_smem()
-                    tile = i * (c.block_q // 64) + m // 64
                     target = self.dq.at[self.b, head, tile, pl.ds(col // 4, 16)]
                     plgpu.copy_smem_to_gmem(self.dqs.at[buffer], target, reduction_op="add")
             if plan.deterministic:

@@ -1,8 +1,10 @@
-"""What masks mean for the backward kernel, in arrays: dead keys, empty queries, tiles to walk, turns to add.
+"""What masks mean for the backward kernel, in arrays: dead keys, empty queries, tiles to walk, turns to
+add; and where dropout's entries lie.
 
 Pure functions of a spec and its operands; tests/test_pallas_backward.py holds them against the oracle.
 """
 
+import jax
 import jax.numpy as jnp
 
 from jaxcap import mask as masks
@@ -154,3 +156,17 @@ def ranks(spans: Array, q_tiles: int) -> Array:
     visits = ((index >= spans[..., :1]) & (index < spans[..., 1:2])).astype(jnp.int32)
     later = jnp.cumsum(visits[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
     return later - visits
+
+
+def dropout_places(operands: Operands, batch: int, heads: int) -> Array:
+    """[B, N, 8] int32: key words, batch, head, first query, its step, first key, its step."""
+    d = operands.dropout
+    rng = jax.lax.bitcast_convert_type(jnp.broadcast_to(d.rng, (batch, 2)), jnp.int32)
+    parts = [
+        jnp.broadcast_to(rng[:, None], (batch, heads, 2)),
+        jnp.broadcast_to(d.batch.astype(jnp.int32)[:, None, None], (batch, heads, 1)),
+        jnp.broadcast_to(d.head.astype(jnp.int32)[None, :, None], (batch, heads, 1)),
+        jnp.broadcast_to(d.query.astype(jnp.int32), (batch, heads, 2)),
+        jnp.broadcast_to(d.key.astype(jnp.int32), (batch, heads, 2)),
+    ]
+    return jnp.concatenate(parts, -1)

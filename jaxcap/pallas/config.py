@@ -33,7 +33,7 @@ class ForwardConfig:
     ones: bool = True
     exp_packed: tuple[int, int] | None = None
     cubic: bool = False  # with ones: the cap as a cubic where the logits allow it, see `cubic`
-    persistent: bool = False  # one CTA a multiprocessor takes many tiles; needs room for two of Q
+    persistent: bool = False  # a CTA takes a list of tiles (`schedule`); needs room for two of Q
 
     @property
     def queries(self) -> int:

@@ -42,17 +42,18 @@ CUBICS = (
 FIRST = 0.6
 MARGIN = 10
 #: A block must have as many tiles on average, of which one may have to be done again, and a tile as many
-#: steps, or its beginning and end cost more than is won.
-LEAST_TILES, LEAST_STEPS = 8, 8
+#: steps, or its beginning and end cost more than is won. Beside a transfer blocks have fewer.
+LEAST_TILES, LEAST_BESIDE, LEAST_STEPS = 8, 3, 8
 
 
-def applies(spec: AttentionSpec, keys: int, steps: np.ndarray, workers: int) -> bool:
+def applies(spec: AttentionSpec, keys: int, steps: np.ndarray, blocks: int) -> bool:
     """Whether the cap leaves room for a step of `keys` keys, and for a row, below c; `steps` of each tile."""
     if spec.softcap is None or spec.softcap > LARGE_CAP or not spec.scale:
         return False
     room = 2.0 ** log2_highest(spec) >= max(4 * keys, 2 * spec.key_length)
     room = room and 0 <= log2_scale(spec) <= 24  # Q stays far from the ends of bfloat16
-    return room and len(steps) >= LEAST_TILES * workers and float(np.mean(steps)) >= LEAST_STEPS
+    least = LEAST_BESIDE if spec.beside_transfers else LEAST_TILES
+    return room and len(steps) >= least * blocks and float(np.mean(steps)) >= LEAST_STEPS
 
 
 def fitted(spec: AttentionSpec) -> tuple[float, tuple[float, float]]:

@@ -241,11 +241,15 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
     total = B * N * grid.q_tiles
     workers = multiprocessors()
     persistent = config.persistent and share and not dynamic and not tabled
-    persistent = persistent and workers < total <= MOST_TILES and not spec.beside_transfers
+    persistent = persistent and workers < total <= MOST_TILES
+    blocks = total
     if persistent:
         _, i = place_of(np.arange(total), div=np.floor_divide, rem=np.remainder)
         counts = schedule.band_steps(grid, None, i, 0, T, S).count + np.zeros(total)
-        side["work"] = jnp.asarray(schedule.work_table(counts + schedule.OVERHEAD, workers))
+        lists = schedule.short_lists if spec.beside_transfers else schedule.work_table
+        table = lists(counts + schedule.OVERHEAD, workers)
+        blocks = len(table)
+        side["work"] = jnp.asarray(table)
     q_slots = 2 if persistent else 1
     # Where there is room, the product sums P; not with dropout, which comes after the sum.
     ones = config.ones and shift is not None and not spec.dropout_rate
@@ -255,7 +259,7 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
     ones = ones and 2 * elements <= SHARED_MEMORY
     packed = lambda pair: ones and sc.uses_fma(pair, config.exp_packed)
     near = config.cubic and ones and persistent and 2 * elements <= SHARED_MEMORY - NOTES
-    near = near and cubic.applies(spec, keys, counts, workers)
+    near = near and cubic.applies(spec, keys, counts, blocks)
     # As many k steps of P V share the fence before S, so that their part of P is packed before S is begun:
     # what three warpgroups lack are registers.
     fenced = 0 if W != 3 or cleans else 2
@@ -653,7 +657,7 @@ def forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> t
             jax.ShapeDtypeStruct((B, T, N, V), spec.result_dtype),
             jax.ShapeDtypeStruct((B, N, T), jnp.float32),
         ],
-        grid=(workers if persistent else total,),
+        grid=(blocks,),
         grid_names=("x",),
         num_threads=W + 1,
         thread_name="wg",

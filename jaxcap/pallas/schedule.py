@@ -16,6 +16,8 @@ from jaxcap.tiles import _max, _min, _where
 ALWAYS = 2**30
 #: Start and end of a query tile cost about as much as this many steps.
 OVERHEAD = 2.5
+#: Beside a transfer: tiles of a list on average at most, and blocks that end after one tile.
+LONGEST, DOORS = 16, 32
 
 
 class Steps(NamedTuple):
@@ -87,3 +89,27 @@ def work_table(costs: np.ndarray, workers: int) -> np.ndarray:
         row[0] = len(mine)
         row[1 : 1 + len(mine)] = mine
     return table
+
+
+def short_lists(costs: np.ndarray, workers: int) -> np.ndarray:
+    """A table like `work_table`'s for more blocks than `workers`, which the hardware starts in order.
+
+    For when a transfer may hold some of the multiprocessors for a while, or wait for some: who has one takes
+    the next list. The lists of a round have half of what is left, so that whoever begins late ends with
+    the others; some of the first have one tile each, to let a transfer in.
+    """
+    doors = max(1, min(DOORS, workers // 4))
+    first, blocks, count = 0, doors, doors
+    rounds = []
+    while first < len(costs):
+        part = costs[first : first + count]
+        table = work_table(part, min(blocks, len(part)))
+        table[:, 1:] += first
+        rounds.append(table)
+        blocks = max(1, workers - doors) if first == 0 else workers
+        first += len(part)
+        left = np.cumsum(costs[first:])
+        half = int(np.sum(2 * left < left[-1:])) + 1
+        count = min(max(half, blocks), LONGEST * blocks)
+    width = max(table.shape[1] for table in rounds)
+    return np.concatenate([np.pad(t, ((0, 0), (0, width - t.shape[1]))) for t in rounds])

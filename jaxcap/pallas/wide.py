@@ -14,7 +14,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jaxcap.pallas import instructions as ins
+from jaxcap.pallas import scores as sc
 from jaxcap.pallas.instructions import const
+
+#: By a predicate, not behind a branch on which the threads of a warp differ: past one, ptxas holds what the
+#: warp shares (the slots) in each thread's registers.
+STORE = "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.v2.f32 [$0+%d], {$1, $2}; }"
 
 
 def _pairs(x: mgpu.FragmentedArray) -> list[ir.Value]:
@@ -51,10 +56,11 @@ def store_rows(x: Any, ref: Any, batch: Any, first: Any, head: Any, layout: Any)
                 at = arith.addi(row, const(64 * m + 8 * half))
                 line = arith.addi(start, times(long(at), heads * size))
                 line = utils.getelementptr(base, [line], ins.f32())
-                with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, at, const(length))):
-                    for j in range(min(wide, size // 8)):
-                        target = utils.getelementptr(line, [8 * j], ins.f32())
-                        llvm.store(pairs[(m * wide + j) * 2 + half], target, alignment=8)
+                line = llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), line)
+                there = arith.extui(ins.i32(), sc.compare(at, "slt", const(length)))
+                for j in range(min(wide, size // 8)):
+                    values = ins.elements(pairs[(m * wide + j) * 2 + half])
+                    ins.asm(ins.void(), [line, *values, there], STORE % (32 * j), "l,f,f,r", True)
 
     assert x.dtype == ref.dtype == jnp.float32
     place = [ins.scalar(v) for v in (batch, first, head)]

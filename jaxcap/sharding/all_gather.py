@@ -12,7 +12,7 @@ import jax
 
 from jaxcap.sharding import pieces
 from jaxcap.sharding.layout import reorder_for_load_balance, restore_order
-from jaxcap.sharding.local import Local
+from jaxcap.sharding.local import Local, join_rows
 from jaxcap.sharding.pieces import Results
 from jaxcap.sharding.plan import Plan
 from jaxcap.sharding.ring import Accumulator, add_up_all
@@ -46,15 +46,21 @@ class AllGather(Local):
         return keys
 
     def _forward(self, shard: Shard) -> tuple[Array, Array]:
-        keys, total, sums = self._gathered(shard), Accumulator(shard, 1), {}
-        for step in shard.plan.steps([0]):
+        keys, steps = self._gathered(shard), shard.plan.steps([0])
+        if shard.operands.sinks is None:  # one step a group, and nothing that joins it
+            found = dict(shard.forward(step, keys, 0, alone=True) for step in steps)
+            groups = enumerate(shard.plan.groups)
+            parts = [found[i] if i in found else shard.nothing(g, False) for i, g in groups]
+            return join_rows([p.out for p in parts], 1), join_rows([p.lse for p in parts], 2)
+        total, sums = Accumulator(shard, 1), {}
+        for step in steps:
             sums = total.add(sums, *shard.forward(step, keys, 0))
         return total.finish(total.filled(sums))
 
     def _backward(self, shard: Shard, results: Results) -> Gradients:
         keys = self._gathered(shard)
-        found = [shard.backward(step, keys, 0, results) for step in shard.plan.steps([0])]
-        found = found or [shard.no_gradients(keys)]
+        steps, none = shard.plan.steps([0]), shard.no_queries(results)
+        found, d_query = shard.backward(steps, keys, 0, results, none)
         wide = shard.plan.spec.accumulator
         grads = add_up_all([jax.tree.map(lambda x: x.astype(wide), g) for g in found])
 
@@ -66,4 +72,5 @@ class AllGather(Local):
         if bias is not None and bias.shape[3] != 1:
             bias = reorder_for_load_balance(bias, self.size, self.load_balance, 3)
         key, value = (None if x is None else scatter(x) for x in (grads.key, grads.value))
-        return Gradients(grads.query, key, value, bias)
+        query = grads.query if d_query is None else shard.all_queries(d_query)
+        return Gradients(query, key, value, bias)

@@ -37,6 +37,11 @@ def _after(tree: Any, *waited_for: Any) -> Any:
     return jax.lax.optimization_barrier((tree, waited_for))[0]
 
 
+def _second(hops: range, sums: Any) -> Any:
+    """What there is to wait for of sums: every other time, so that two parts are added to them at once."""
+    return sums if hops[-1] % 2 else None
+
+
 def stretches(hops: list[int]) -> list[tuple[int, int]]:
     """(first, count): consecutive hops together where there are many, single ones else."""
     found: list[tuple[int, int]] = []
@@ -156,9 +161,8 @@ class Ring(Local):
             coming, unpack, riding = self._travel(keys, by, riding, behind)
             source = rank if hop == 0 else (rank - hop) % self.size
             riding, now, done = step(members, source, keys, riding, carry, bool(after))
-            # Every other time, so that two parts are added to the sums at once.
             if after:
-                keys = unpack(_after(coming, done, carry if hop % 2 else None))
+                keys = unpack(_after(coming, done))
             return keys, riding, by, now
 
         riding, behind = None, 0
@@ -188,7 +192,7 @@ class Ring(Local):
             now = sums
             for group, part in found:
                 now = total.add(now, group, part)
-            return riding, total.filled(now), found
+            return riding, total.filled(now), (found, _second(hops, sums))
 
         _, sums = self._hops(shard, step, {})
         return total.finish(sums)
@@ -199,11 +203,12 @@ class Ring(Local):
 
         def step(hops, source, keys, riding, carry, more):
             del more  # gradients are on their way beside the last hop, too
-            found = [shard.backward(s, keys, source, results) for s in shard.plan.steps(hops)]
-            if not found:
-                found = [shard.no_gradients(keys)]
-            found = [jax.tree.map(lambda x: x.astype(wide), g) for g in found]
             d_query, d_bias = carry
+            # A sum that the next hop adds to is nothing to wait for: XLA would copy it.
+            sums = d_bias if shard.adds else carry
+            steps = shard.plan.steps(hops)
+            found, d_query = shard.backward(steps, keys, source, results, d_query)
+            found = [jax.tree.map(lambda x: x.astype(wide), g) for g in found]
             riding = add_up_all([riding, *((g.key, g.value) for g in found)])
             d_query = add_up_all([d_query, *(g.query for g in found)])
             if d_bias is not None:
@@ -211,13 +216,14 @@ class Ring(Local):
                 for g in found:
                     part: Any = g.bias
                     d_bias = put_sum(d_bias, part, (0, 0, 0, start))
-            return riding, (d_query, d_bias), found
+            return riding, (d_query, d_bias), (found, _second(hops, sums))
 
         d_bias = None
         if "bias" in spec.gradients:
             d_bias = shard.mark(jnp.zeros(operands.bias.shape, wide))
-        (d_key, d_value), (d_query, d_bias) = self._hops(shard, step, (None, d_bias))
-        return Gradients(d_query, d_key, d_value, d_bias)
+        none = shard.no_queries(results)
+        (d_key, d_value), (d_query, d_bias) = self._hops(shard, step, (none, d_bias))
+        return Gradients(shard.all_queries(d_query), d_key, d_value, d_bias)
 
 
 def add_up_all(trees: list[Any]) -> Any:

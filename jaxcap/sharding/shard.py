@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcap import merge, selection
+from jaxcap import fragments, merge, selection
 from jaxcap.merge import Part
 from jaxcap.sharding import pieces
 from jaxcap.sharding.pieces import Keys, Results, span, spec_of
 from jaxcap.sharding.plan import Plan
-from jaxcap.sharding.steps import Piece, Step
-from jaxcap.spec import Array, AttentionSpec, Gradients, Operands
+from jaxcap.sharding.steps import Piece, Runs, Step
+from jaxcap.spec import Array, AttentionSpec, Gradients, Operands, QuerySum
 
 
 class Shard:
@@ -41,6 +41,10 @@ class Shard:
         self.wide = getattr(self.backend, "wide", False)
         self.queries = plan.query_runs(rank)
         self.names = tuple(name for name in plan.spec.gradients if name != "sinks")
+        even = all(run.offset % fragments.ROWS == 0 for run in plan.query_runs(0))
+        factor = getattr(self.backend, "query_factor", None) if even else None
+        self.adds = factor is not None and "query" in self.names
+        self.factor = factor(plan.spec) if factor and self.adds else 1.0
 
     def _operands(self, piece: Piece, keys: Keys, source: Any) -> Operands:
         return pieces.operands_of(self.plan, piece, self.operands, self.rank, keys, source)
@@ -73,22 +77,35 @@ class Shard:
         """The places of the queries of some runs."""
         return span(self.queries[slice(*group)])
 
-    def forward(
-        self, step: Step, keys: Keys, source: Any, beside_transfers: bool = False
-    ) -> tuple[int, Part]:
-        """Which of the plan's groups of queries; output and log-sum-exp over the keys of the step."""
-        spec, operands = self.plan.spec, self.operands
+    def nothing(self, group: Runs, wide: bool) -> Part:
+        """Of queries that attend no key; the output in the accumulator's dtype or the call's."""
+        spec, operands, rows = self.plan.spec, self.operands, self.rows_of(group)
         batch, _, heads, _ = operands.query.shape
+        shape = (batch, rows.stop - rows.start, heads, operands.value.shape[3])
+        out = jnp.zeros(shape, spec.accumulator if wide else spec.dtype)
+        lse = jnp.full((batch, heads, shape[1]), -jnp.inf, spec.accumulator)
+        return Part(self.mark(out), self.mark(lse))
+
+    def forward(
+        self,
+        step: Step,
+        keys: Keys,
+        source: Any,
+        beside_transfers: bool = False,
+        alone: bool = False,
+    ) -> tuple[int, Part]:
+        """Which of the plan's groups of queries; output and log-sum-exp over the keys of the step.
+
+        `alone`: nothing is added to it.
+        """
         groups = self.plan.groups
         number = next(i for i, (_, stop) in enumerate(groups) if step.queries[0] < stop)
         rows = self.rows_of(groups[number])
-        shape = (batch, rows.stop - rows.start, heads, operands.value.shape[3])
-        out = jnp.zeros(shape, spec.accumulator if self.wide else spec.dtype)
-        lse = jnp.full((batch, heads, shape[1]), -jnp.inf, spec.accumulator)
-        nothing = Part(self.mark(out), self.mark(lse))
+        wide = self.wide and not alone
+        nothing = self.nothing(groups[number], wide)
 
         def compute(piece):
-            asked = self.asked(piece, beside_transfers).replace(sinks=False)
+            asked = self.asked(piece, beside_transfers).replace(sinks=False, partial=wide)
             given = self._operands(piece, keys, source)._replace(sinks=None)
             out, lse = self._run(asked, "forward")(given)
             start = self.rows_of(piece.queries).start - rows.start
@@ -107,12 +124,45 @@ class Shard:
         wide = self.wide and not self.native
         return self.mark(jnp.zeros(shape, self.plan.spec.accumulator if wide else of.dtype))
 
-    def no_gradients(self, keys: Keys) -> Gradients:
-        return Gradients(**{name: self._zero(name, keys) for name in self.names})
+    # The gradient of the queries: parts in full, or with `adds` one sum that the backend adds to.
 
-    def backward(self, step: Step, keys: Keys, source: Any, results: Results) -> Gradients:
-        """Query, key, value in full; the bias where it is seen."""
+    def no_queries(self, results: Results) -> Array | None:
+        """The sum of none."""
+        if not self.adds:
+            return None
+        zero, _ = jax.lax.optimization_barrier((jnp.float32(0), results.lse))  # not made beforehand
+        return self.mark(jnp.full(fragments.sum_shape(self.plan.spec), zero))
 
+    def all_queries(self, d_query: Array | None) -> Array | None:
+        """[B, T / P, N, H] of what all parts were added to."""
+        if not self.adds or d_query is None:
+            return d_query
+        spec = self.plan.spec
+        rows = fragments.rows_of(d_query, spec.query_length, spec.head_size)
+        return rows * self.factor
+
+    def backward(
+        self, steps: list[Step], keys: Keys, source: Any, results: Results, d_query: Array | None
+    ) -> tuple[list[Gradients], Array | None]:
+        """Of each step query, key and value in full, the bias where it is seen; and the sum `d_query`.
+
+        With `adds` query is None, and in the sum instead.
+        """
+        found = []
+        for step in steps:
+            part = self._backward(step, keys, source, results, d_query)
+            if self.adds:
+                d_query, part = part.query, part._replace(query=None)
+            found.append(part)
+        return found or [self._no_gradients(keys, None)], d_query
+
+    def _no_gradients(self, keys: Keys, d_query: Array | None) -> Gradients:
+        found = Gradients(**{name: self._zero(name, keys) for name in self.names})
+        return found._replace(query=d_query) if self.adds else found
+
+    def _backward(
+        self, step: Step, keys: Keys, source: Any, results: Results, d_query: Array | None
+    ) -> Gradients:
         def compute(piece):
             given = self._operands(piece, keys, source)
             place = self.rows_of(piece.queries)
@@ -123,19 +173,25 @@ class Shard:
                 None if results.d_lse is None else results.d_lse[:, :, place],
             )
             asked = self.asked(piece, len(self.plan.active_hops) > 1)
-            found = self.gradients(asked, given, saved)
+            if self.adds:
+                asked = asked.replace(query_sum=QuerySum(place.start, self.factor))
+                found = self._run(asked, "backward")(given, *saved, d_query)
+            else:
+                found = self.gradients(asked, given, saved)
             k_runs = self.plan.key_runs(source)[slice(*piece.keys)]
             starts = {"query": place.start, "key": k_runs[0].offset, "value": k_runs[0].offset}
 
             def full(name):
                 x, zero = getattr(found, name), self._zero(name, keys)
+                if name == "query" and self.adds:
+                    return x
                 if name == "bias":
                     return _put(zero, x, {2: place.start, 3: k_runs[0].offset})
                 return _put(zero, x, {1: starts[name]})
 
             return Gradients(**{name: full(name) for name in self.names})
 
-        return self.choose(step, keys, source, compute, self.no_gradients(keys))
+        return self.choose(step, keys, source, compute, self._no_gradients(keys, d_query))
 
     def gradients(self, spec: AttentionSpec, operands: Operands, results: Results) -> Gradients:
         if not self.native:
