@@ -142,6 +142,10 @@ def prepare(given: dict[str, Any]) -> tuple[AttentionSpec, Operands, tuple[int, 
 
     bias, mask = given["bias"], given["mask"]
     if bias is not None:
+        if jnp.ndim(bias) == 0:
+            raise ValueError(
+                "bias must have axes, got a number: added to every logit it changes nothing; a cap is softcap="
+            )
         bias = arguments.four("bias", arguments.floating("bias", bias), full, lead)
     if mask is not None:
         mask = arguments.four("mask", arguments.boolean("mask", mask), full, lead)

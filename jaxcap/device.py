@@ -1,5 +1,6 @@
 """Which device a call will run on, as far as can be told when it is traced."""
 
+import re
 from typing import Any
 
 import jax
@@ -12,6 +13,20 @@ def name_of(device: Any) -> str:
         return device.platform
     capability = getattr(device, "compute_capability", None)
     return "sm" + str(capability).replace(".", "") if capability else "gpu"
+
+
+def named(name: str) -> str:
+    """`name`, if `name_of` could have given it.
+
+    Raises:
+      ValueError: it could not.
+    """
+    if not re.fullmatch(r"cpu|tpu|gpu|sm\d{2,3}", name):
+        raise ValueError(
+            "platform must be 'cpu', 'tpu' or an NVIDIA architecture like 'sm80' (A100), 'sm90' (H100, H200)"
+            f" or 'sm100' (B200), got {name!r}"
+        )
+    return name
 
 
 def _of_mesh(mesh: Any) -> str | None:

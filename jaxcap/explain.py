@@ -69,7 +69,7 @@ def explain(
     name = selection.requested(given.pop("implementation"))
     spec = _spec_of(given)
     if platform is not None:
-        spec = spec.replace(platform=platform)
+        spec = spec.replace(platform=device.named(platform))
     if spec.context_parallel is None:
         return of_spec(spec, name, gradients)
     wrapped = Wrapped(spec, arrays=[x for x in given.values() if isinstance(x, jax.Array)])

@@ -48,6 +48,9 @@ BAD = [
     ("layer_scale", 0.0, ValueError, r"layer_scale.*0\.0"),
     ("layer_scale", -2.0, ValueError, r"layer_scale.*-2\.0"),
     ("layer_scale", None, TypeError, r"layer_scale.*None"),
+    # What is meant as a cap and lands in the fourth place.
+    ("bias", 50.0, ValueError, r"bias must have axes, got a number.*softcap"),
+    ("bias", jnp.float32(50), ValueError, r"bias must have axes, got a number.*softcap"),
     # Shapes
     ("query", floats(B + 1, T, N, H), ValueError, r"key.*\[3, 9, 2, 8\].*\[2, 9, 2, 8\]"),
     ("query", floats(B, T, N, H + 1), ValueError, r"key.*\[2, 9, 2, 9\].*\[2, 9, 2, 8\]"),
@@ -260,3 +263,10 @@ def test_numbers_of_any_kind_are_numbers(value):
 @pytest.mark.parametrize("zero", [0, 0.0, -0.0, np.float32(0), None])
 def test_every_zero_is_off(zero):
     assert jaxcap.explain(**arguments(softcap=zero)).spec.softcap is None
+
+
+@pytest.mark.parametrize("name", ["h100", "cuda", "sm9000", "SM90", ""])
+def test_platforms_that_are_none(name):
+    q = floats(B, S, N, H)
+    with pytest.raises(ValueError, match=rf"platform must be 'cpu'.*'sm90' .*got '{name}'"):
+        jaxcap.explain(q, q, q, softcap=50.0, platform=name)

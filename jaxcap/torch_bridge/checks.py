@@ -75,10 +75,11 @@ def check_inputs(q: Any, k: Any, v: Any, order: str) -> None:
     wanted = [batch, length, kv_heads]
     if _shape(k) != [*wanted, size]:
         raise ValueError(
-            f"k must be {[batch, 'S', 'K', size]} to go with q, got {_shape(k)} (as bshd)"
+            f"k must be [{batch}, S, K, {size}] to go with q, got {_shape(k)} (as bshd)"
         )
     if _shape(v)[:3] != wanted:
-        raise ValueError(f"v must be {[*wanted, 'V']} to go with k, got {_shape(v)} (as bshd)")
+        wanted = ", ".join(map(str, wanted))
+        raise ValueError(f"v must be [{wanted}, V] to go with k, got {_shape(v)} (as bshd)")
     if heads % kv_heads:
         raise ValueError(f"q's {heads} heads must be a multiple of the {kv_heads} heads of k and v")
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from jaxcap import device
 from jaxcap.explain import Explanation, of_spec
 from jaxcap.torch_bridge import call, checks, functional
 
@@ -46,5 +47,6 @@ def explain(
     extras = (given[name] for name in ("bias", "alibi_slopes", "segment_ids", "sinks"))
     found = call.canonical(q, k, v, *extras)
     call.check_devices(found)
-    spec = call.spec_of(settings, found, elsewhere=platform)
+    elsewhere = None if platform is None else device.named(platform)
+    spec = call.spec_of(settings, found, elsewhere=elsewhere)
     return of_spec(spec, call.requested(settings.backend), gradients)
