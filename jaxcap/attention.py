@@ -144,7 +144,7 @@ def prepare(given: dict[str, Any]) -> tuple[AttentionSpec, Operands, tuple[int, 
     if bias is not None:
         if jnp.ndim(bias) == 0:
             raise ValueError(
-                "bias must have axes, got a number: added to every logit it changes nothing; a cap is softcap="
+                "bias must have axes, got a number: added to every logit it does nothing; a cap is softcap="
             )
         bias = arguments.four("bias", arguments.floating("bias", bias), full, lead)
     if mask is not None:
