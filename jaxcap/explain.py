@@ -84,6 +84,8 @@ def of_spec(
     if gradients is None:
         present = {"bias": spec.bias_shape is not None, "sinks": spec.sinks}
         gradients = tuple(n for n in DIFFERENTIABLE if present.get(n, True))
+    elif isinstance(gradients, str):
+        raise TypeError(f"gradients must be a tuple of names, got {gradients!r}: ({gradients!r},)")
     elif unknown := [n for n in gradients if n not in DIFFERENTIABLE]:
         raise ValueError(f"gradients must be of {DIFFERENTIABLE}, got {unknown}")
     trained = selection.decide(spec.replace(gradients=tuple(gradients)), name)

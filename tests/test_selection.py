@@ -280,6 +280,8 @@ def test_explain_is_a_table_and_an_object(qkv):
     assert "asked for by name" in str(only)
     with pytest.raises(ValueError, match="gradients must be of"):
         jaxcap.explain(*qkv, gradients=("mask",))
+    with pytest.raises(TypeError, match=r"gradients must be a tuple.*\('key',\)"):
+        jaxcap.explain(*qkv, gradients="key")  # pyright: ignore[reportArgumentType]
 
 
 def test_explain_other_platform_and_shapes():

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -279,6 +280,55 @@ def test_pallas_inside_a_users_shard_map(hopper, check_vma):
         run, mesh=setting.mesh, in_specs=token, out_specs=token, check_vma=check_vma
     )
     assert kernels(lambda q, k, v: jnp.sum(mapped(q, k, v).astype(jnp.float32))) == 5
+
+
+def test_pallas_where_other_axes_are_explicit(hopper):
+    """A user's shard_map over the context axis alone: query and its gradient are of one type."""
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 4), ("context", "data"), explicit)
+    token = P(None, "context")
+    mapped = jax.shard_map(
+        functools.partial(
+            sharding.ring_attention, axis_name="context", softcap=50.0, implementation="pallas"
+        ),
+        mesh=mesh,
+        in_specs=token,
+        out_specs=token,
+        axis_names={"context"},
+        check_vma=False,
+    )
+    shard = NamedSharding(mesh, P("data", "context"))
+    x = jax.ShapeDtypeStruct((4, 1024, 4, 64), jnp.bfloat16, sharding=shard)
+    with jax.set_mesh(mesh):
+        grad = jax.grad(lambda q, k, v: jnp.sum(mapped(q, k, v).astype(jnp.float32)), (0, 1, 2))
+        text = jax.jit(grad).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+
+
+def _reads(jaxpr, name, found):
+    """Of each optimization_barrier, whether something in it comes from a function called `name`."""
+    from_it = set()
+    for equation in jaxpr.eqns:
+        reads = any(not hasattr(x, "val") and x in from_it for x in equation.invars)
+        if equation.primitive.name == "optimization_barrier":
+            found.append(reads)
+            pairs = zip(equation.invars, equation.outvars, strict=True)
+            from_it |= {b for a, b in pairs if not hasattr(a, "val") and a in from_it}
+            continue
+        if reads or name in str(equation.params.get("name", "")):
+            from_it |= set(equation.outvars)
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            _reads(inner, name, found)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (0, 1), (1, 2)])
+def test_hops_wait_for_the_backward_before(hopper, wanted):
+    """Else all transfers run ahead of all kernels, and a ring holds the keys of every device."""
+    cp = sharded.Setting("ring", "contiguous", (4,)).context_parallel()
+    function = functools.partial(loss, context_parallel=cp, implementation="pallas")
+    found = []
+    _reads(jax.make_jaxpr(jax.grad(function, wanted))(Q, KV, KV).jaxpr, "hop_backward", found)
+    assert sum(found) >= 3
 
 
 # ---- Several hosts ----

@@ -37,12 +37,13 @@ LARGEST_PRODUCT = 4096
 
 
 def look_up(table: Array, tokens: Array, dtype: jnp.dtype) -> Array:
-    """`table[tokens]` in dtype, [M, D], of a table [V, D]: the same bits either way.
+    """`table[tokens]` in dtype, [M, D], of a table [V, D]: the same values if all are finite and tokens < V.
 
-    Up to `LARGEST_PRODUCT` rows a product with one-hot rows, a sum of one term. A gather's gradient adds
-    to the table's rows by atomics, in turn where tokens are equal: 16,384 bytes among 256 rows kept an
-    H200 busy for 21 to 60 ms a step, in which all else took 8. Gemma 2's 256,000 pieces are gathered: they
-    collide less, and the product would cost as much as the logits.
+    Up to `LARGEST_PRODUCT` rows a product with one-hot rows, a sum of one term; its gradient is rounded to
+    dtype once, as that of the model's other products. A gather's adds to the table's rows by atomics, in
+    turn where tokens are equal: 16,384 bytes among 256 rows kept an H200 busy for 21 to 60 ms a step, in
+    which all else took 8. Gemma 2's 256,000 pieces are gathered: they collide less, and the product would
+    cost as much as the logits.
     """
     if len(table) > LARGEST_PRODUCT:
         return table[tokens].astype(dtype)  # in this order: gradients add up in the table's dtype

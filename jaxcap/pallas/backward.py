@@ -213,6 +213,9 @@ def backward(
     before = [ndelta, operands.key[0, 0, 0, 0]] if plan.partial else ndelta
     zero, _ = jax.lax.optimization_barrier((jnp.float32(0), before))
     dq = jnp.full(plan.dq_shape, zero) if query_sum is None else invariant(query_sum)
+    assert (
+        query_sum is None or plan.config.block_q == fragments.ROWS
+    )  # its rows end where the kernel's do
     results = {
         "dq": dq.reshape(*plan.dq_shape[:2], -1, *plan.dq_shape[3:]),
         "dk": jnp.zeros(operands.key.shape, plan.result_dtype),

@@ -161,7 +161,12 @@ class Ring(Local):
             coming, unpack, riding = self._travel(keys, by, riding, behind)
             source = rank if hop == 0 else (rank - hop) % self.size
             riding, now, done = step(members, source, keys, riding, carry, bool(after))
-            if after:
+            if (
+                after and shard.adds
+            ):  # the sum goes through the barrier: if only named there, XLA would copy it
+                coming, now = _after((coming, now), done)
+                keys = unpack(coming)
+            elif after:
                 keys = unpack(_after(coming, done))
             return keys, riding, by, now
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcap import fragments, merge, selection
+from jaxcap import explicit, fragments, merge, selection
 from jaxcap.merge import Part
 from jaxcap.sharding import pieces
 from jaxcap.sharding.pieces import Keys, Results, span, spec_of
@@ -42,6 +42,8 @@ class Shard:
         self.queries = plan.query_runs(rank)
         self.names = tuple(name for name in plan.spec.gradients if name != "sinks")
         even = all(run.offset % fragments.ROWS == 0 for run in plan.query_runs(0))
+        # In a user's `shard_map` that left axes explicit the sum would be whole on each of their devices.
+        even = even and explicit.mesh_of(operands) is None
         factor = getattr(self.backend, "query_factor", None) if even else None
         self.adds = factor is not None and "query" in self.names
         self.factor = factor(plan.spec) if factor and self.adds else 1.0
