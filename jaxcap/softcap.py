@@ -11,6 +11,8 @@ LOG2E = math.log2(math.e)
 #: Relative error of the tanh of a GPU's special-function unit (`tanh.approx.f32`), so also of a score:
 #: kernels take an accurate tanh for caps above `LARGE_CAP`, of which a score is off by 0.05.
 TANH_APPROX_ERROR, LARGE_CAP = 2.0**-11, 100.0
+#: Absolute error of that accurate tanh.
+TANH_ERROR = 2.0**-22
 
 #: Magnitudes of values that no running maximum is needed for; see `bounded_shift`.
 LOG2_LEAST_VALUE, LOG2_LARGEST_VALUE = -36, 48

@@ -79,17 +79,18 @@ def floor(name: str, dtype: str, score: float) -> float:
 
 
 def approximation(
-    work: oracle.Attention, inputs: cases.Inputs, tanh_error: float
+    work: oracle.Attention, inputs: cases.Inputs, tanh_error: float, score_error: float = 0.0
 ) -> dict[str, np.ndarray]:
-    """What a tanh of relative error `tanh_error` may change in a result, to first order.
+    """What a tanh of relative error `tanh_error`, and capped scores of absolute error `score_error`, may
+    change in a result, to first order.
 
     lse: the sum of probability times error of the score, the errors of scores independent. Gradients of
     the scores: 1 - tanh**2 is off by 2 tanh**2 times the error, so by at most twice the error of a
     derivative of 1.
     """
-    if not tanh_error or not work.softcap:
+    if not (tanh_error or score_error) or not work.softcap:
         return {}
-    of_scores = tanh_error * work.softcap * np.abs(work.tanh)
+    of_scores = tanh_error * work.softcap * np.abs(work.tanh) + score_error
     lse = np.swapaxes(np.sqrt(np.sum((work.p * of_scores) ** 2, axis=3)), 1, 2)
     uncapped = copy.copy(work)
     uncapped.tanh = np.zeros_like(work.tanh)
@@ -102,13 +103,17 @@ def approximation(
 LARGEST = 4.0
 
 
-def allowed(wanted: Expected, tanh_error: float, sum_error: float = 0.0) -> Expected:
-    """With the tolerances of a backend with those relative errors of tanh, and of probabilities summed."""
+def allowed(
+    wanted: Expected, tanh_error: float, sum_error: float = 0.0, score_error: float = 0.0
+) -> Expected:
+    """With the tolerances of a backend with those relative errors of tanh, and of probabilities summed, and
+    that absolute one of scores."""
     wider = dict(wanted.tolerances)
     if sum_error:
         norm, largest = size(sum_error * np.sqrt(np.sum(wanted.work.p**2, axis=3)))
         wider["lse"] = (wider["lse"][0] + RATIO * norm, wider["lse"][1] + LARGEST * largest)
-    for name, error in approximation(wanted.work, wanted.inputs, tanh_error).items():
+    found = approximation(wanted.work, wanted.inputs, tanh_error, score_error)
+    for name, error in found.items():
         wider[name] = tuple(a + b for a, b in zip(wider[name], size(error), strict=True))
     return wanted._replace(tolerances=wider)
 
@@ -118,7 +123,10 @@ def allowed_of(wanted: Expected, backend: str, dtype: str) -> Expected:
     found, cap = selection.backends()[backend], wanted.work.softcap
     tanh_error = getattr(found, "tanh_error", lambda softcap: 0.0)
     sum_error = getattr(found, "sum_error", lambda softcap, dtype: 0.0)
-    return allowed(wanted, tanh_error(cap), sum_error(cap, dtype))
+    score_error = getattr(found, "score_error", lambda softcap: 0.0)
+    return allowed(
+        wanted, *(tanh_error(cap), sum_error(cap, dtype), score_error(cap)) if cap else (0.0,)
+    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -13,7 +13,7 @@ import pytest
 from jaxcap import tiles
 from jaxcap.pallas import config, schedule
 from jaxcap.pallas.backend import BACKEND
-from jaxcap.softcap import LOG2E, bounded_shift
+from jaxcap.softcap import LOG2E, TANH_ERROR, bounded_shift
 from jaxcap.spec import AttentionSpec, Dropout, Operands
 from tests import compile_sm90
 
@@ -219,6 +219,7 @@ def test_configurations_fit(name):
         ({"value_size": 264}, "up to 256"),
         ({"bias_dtype": "float64", "bias_shape": (1, 1, 1, 1)}, "bias"),
         ({"key_length": 0}, "length 0"),
+        ({"softcap": 5000.0}, "softcap up to 4096, got 5000: scores would be off by 0.001"),
     ],
 )
 def test_reasons(changes, part):
@@ -226,6 +227,18 @@ def test_reasons(changes, part):
     reasons = BACKEND.reasons(BASE.replace(**changes))
     assert len(reasons) == 1
     assert part in reasons[0]
+
+
+def test_error_of_the_accurate_tanh():
+    """1 - 2 / (1 + exp(2 x)) in float32 with roundings: near zero it is absolute, so the cap is bounded."""
+    x = np.concatenate([np.linspace(-20, 20, 400_001), np.geomspace(1e-12, 1, 10_000)])
+    x = x.astype(np.float32)
+    e = np.exp2(x * np.float32(2 * np.log2(np.e)))
+    got = np.float32(1) - np.float32(2) * (np.float32(1) / (e + np.float32(1)))
+    error = np.abs(got.astype(np.float64) - np.tanh(x.astype(np.float64)))
+    assert 2.0**-24 < error.max() <= TANH_ERROR
+    assert BACKEND.score_error(500.0) == 500 * TANH_ERROR
+    assert BACKEND.score_error(50.0) == 0.0
 
 
 # ---- arithmetic ---------------------------------------------------------------------------------

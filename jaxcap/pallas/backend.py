@@ -1,9 +1,10 @@
 """Backend `pallas`: what it cannot do, and the way to its kernels. Mosaic is imported on first use."""
 
-from jaxcap.softcap import LARGE_CAP, TANH_APPROX_ERROR
+from jaxcap.softcap import LARGE_CAP, TANH_APPROX_ERROR, TANH_ERROR
 from jaxcap.spec import Array, AttentionSpec, Gradients, Operands
 
 MAX_HEAD_SIZE = 256
+MAX_CAP = 4096.0  # its scores are off by 0.001
 DTYPES = ("bfloat16", "float16")
 #: Of rounding to bfloat16 as `scores.exp2_packed` does, in the mean square.
 ROUNDING = 1.68e-3
@@ -17,6 +18,10 @@ class Pallas:
     def tanh_error(self, softcap: float) -> float:
         """Relative error of tanh."""
         return TANH_APPROX_ERROR if softcap <= LARGE_CAP else 0.0
+
+    def score_error(self, softcap: float) -> float:
+        """Absolute error of a capped score, beside that of `tanh_error`."""
+        return TANH_ERROR * softcap if softcap > LARGE_CAP else 0.0
 
     def sum_error(self, softcap: float | None, dtype: str) -> float:
         """Relative error, in the mean square, of a probability in the sums behind the residual."""
@@ -33,6 +38,11 @@ class Pallas:
                 found.append(
                     f"{what} sizes are multiples of 8 up to {MAX_HEAD_SIZE}, got {size}: pad with zeros"
                 )
+        if spec.softcap is not None and spec.softcap > MAX_CAP:
+            found.append(
+                f"softcap up to {MAX_CAP:g}, got {spec.softcap:g}: scores would be off by"
+                f" {self.score_error(spec.softcap):.1g}"
+            )
         sizes = (spec.batch, spec.query_length, spec.key_length, spec.query_heads)
         if min(sizes) < 1:
             found.append("an axis of length 0")
