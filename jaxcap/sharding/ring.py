@@ -161,10 +161,9 @@ class Ring(Local):
             coming, unpack, riding = self._travel(keys, by, riding, behind)
             source = rank if hop == 0 else (rank - hop) % self.size
             riding, now, done = step(members, source, keys, riding, carry, bool(after))
-            if (
-                after and shard.adds
-            ):  # the sum goes through the barrier: if only named there, XLA would copy it
-                coming, now = _after((coming, now), done)
+            if after and not jax.tree.leaves(done):
+                # Only the queries' sum: through the barrier, for XLA would copy it if only named there.
+                coming, now = _after((coming, now))
                 keys = unpack(coming)
             elif after:
                 keys = unpack(_after(coming, done))
