@@ -2,6 +2,9 @@
 
 import math
 import numbers
+import os
+import sys
+import warnings
 from typing import Any
 
 import jax
@@ -84,6 +87,14 @@ def window(value: Any) -> tuple[int | None, int | None] | None:
     return None if result == [None, None] else (result[0], result[1])
 
 
+def no_tensors(given: dict[str, Any], instead: str) -> None:
+    """TypeError where an argument is PyTorch's: NumPy would read it, and its gradient would be lost."""
+    torch = sys.modules.get("torch")
+    for name, x in given.items():
+        if torch is not None and isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a PyTorch tensor; {instead} takes those")
+
+
 def floating(name: str, x: Any) -> Array:
     array = jnp.asarray(x)
     if array.dtype.name not in FLOATS:
@@ -150,6 +161,33 @@ def integers(name: str, x: Any, lead: tuple[int, ...], length: int | None) -> Ar
         return array[None]
     expect(name, array, (*lead, length), (length,))
     return array.reshape(-1, length)
+
+
+def hint_at_layout(name: str, query: tuple[int, int], key: tuple[int, int], also: str = "") -> None:
+    """Warns where lengths and heads, of both, have surely changed places: no model has so many heads."""
+    length, heads = query
+    if heads == key[1] > 512 and max(length, key[0]) <= 128:
+        warnings.warn(
+            f"{name} is taken for {heads} heads of length {length}: arrays are [batch, length, heads, size];"
+            f" if these are [batch, heads, length, size] swap the two axes{also}",
+            skip_file_prefixes=(os.path.dirname(__file__),),
+        )
+
+
+def known_bounds(name: str, x: Any, total: int) -> None:
+    """ValueError unless `x`, values that the host knows, are bounds of sequences within `total` tokens."""
+    known = np.asarray(x)
+    (falls,) = np.nonzero(known[1:] < known[:-1])
+    if falls.size:
+        first, second = known[falls[0] : falls[0] + 2]
+        raise ValueError(
+            f"{name} must not decrease, got {first} and then {second}; they are where sequences begin and"
+            " end, [0, 3, 10], not lengths"
+        )
+    if known[0] < 0 or known[-1] > total:
+        raise ValueError(
+            f"{name} must lie within the {total} tokens, got {known[0]} to {known[-1]}"
+        )
 
 
 def per_head(name: str, x: Any, lead: tuple[int, ...], heads: int, *, batched: bool) -> Array:

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 
 from jaxcap import arguments, device, dispatch, selection
 from jaxcap.environment import ENVIRONMENT
+from jaxcap.keywords import hinted
 from jaxcap.sharding import wrap
 from jaxcap.sharding.config import ContextParallel
 from jaxcap.spec import Alignment, AttentionSpec, Operands, shape_of
 
 
+@hinted
 def dot_product_attention(
     query: Any,
     key: Any,
@@ -112,6 +114,7 @@ def dot_product_attention(
 
 def prepare(given: dict[str, Any]) -> tuple[AttentionSpec, Operands, tuple[int, ...]]:
     """Spec, canonical operands and leading axes of a call, from its arguments by name."""
+    arguments.no_tensors(given, "jaxcap.torch_bridge.attention")
     q = arguments.floating("query", given["query"])
     k = arguments.floating("key", given["key"])
     v = arguments.floating("value", given["value"])
@@ -136,6 +139,7 @@ def prepare(given: dict[str, Any]) -> tuple[AttentionSpec, Operands, tuple[int, 
         raise ValueError(
             f"query's {heads} heads must be a multiple of the {kv_heads} heads of key and value"
         )
+    arguments.hint_at_layout("query", (length, heads), (key_length, kv_heads))
     q, k, v = (x.reshape(-1, *x.shape[-3:]) if lead else x[None] for x in (q, k, v))
     batch = q.shape[0]
     full = (batch, heads, length, key_length)

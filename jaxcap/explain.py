@@ -1,12 +1,12 @@
 """`explain`: which backend a call would run on, and why not the others, without running it."""
 
 import dataclasses
-import inspect
 from typing import Any
 
 import jax
 
-from jaxcap import attention, device, selection
+from jaxcap import arguments, attention, device, selection
+from jaxcap.keywords import bind
 from jaxcap.sharding.wrap import Wrapped
 from jaxcap.spec import DIFFERENTIABLE, AttentionSpec
 
@@ -63,9 +63,8 @@ def explain(
       >>> jaxcap.explain(q, q, q, softcap=50.0, platform="cpu").forward.backend
       'blockwise'
     """
-    bound = inspect.signature(attention.dot_product_attention).bind(*arrays, **keywords)
-    bound.apply_defaults()
-    given = dict(bound.arguments)
+    given = bind(attention.dot_product_attention, arrays, keywords)
+    arguments.no_tensors(given, "jaxcap.torch_bridge.explain")
     name = selection.requested(given.pop("implementation"))
     spec = _spec_of(given)
     if platform is not None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxcap.keywords import hinted
 from jaxcap.modules import common
 from jaxcap.spec import Alignment, Array
 
@@ -91,6 +92,7 @@ class AttentionFn:
         )
 
 
+@hinted
 def attention_fn(
     *,
     softcap: float | None = None,

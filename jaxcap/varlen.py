@@ -2,9 +2,13 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
-from jaxcap.arguments import expect
+from jaxcap import device
+from jaxcap.arguments import expect, known_bounds, no_tensors
 from jaxcap.attention import dot_product_attention
 from jaxcap.spec import Alignment, Array
 
@@ -19,14 +23,26 @@ _OURS = (
 
 
 def _bounds(name: str, x: Any, total: int) -> Array:
-    """int32, within the tokens that there are."""
+    """int32, within the tokens that there are; checked where the host knows the values."""
     array = jnp.asarray(x)
     if array.ndim != 1 or array.shape[0] < 2 or not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(
             f"{name} must be [sequences + 1] integers, got {list(array.shape)} {array.dtype.name}"
         )
+    if _on_host(x):
+        known_bounds(name, x, total)
     wide = array if array.dtype.itemsize >= 4 else array.astype(jnp.int32)  # `total` must fit
     return jnp.clip(wide, 0, total).astype(jnp.int32)
+
+
+def _on_host(x: Any) -> bool:
+    """Whether reading it waits for no accelerator."""
+    if isinstance(x, jax.Array):
+        known = not isinstance(x, Tracer) and x.is_fully_addressable
+        return known and device.platform(x) == "cpu"
+    if isinstance(x, list | tuple):
+        return all(isinstance(bound, int | np.integer) for bound in x)
+    return isinstance(x, np.ndarray)
 
 
 def varlen_attention(
@@ -49,7 +65,9 @@ def varlen_attention(
       query: `[total_q, N, H]`.
       key: `[total_k, K, H]`.
       value: `[total_k, K, V]`.
-      cu_seqlens_q: `[sequences + 1]` int, not decreasing; a bound past the tokens is moved to their end.
+      cu_seqlens_q: `[sequences + 1]` int, not decreasing, within the tokens. That is checked where the
+        host knows the values (NumPy, lists, arrays on a CPU); else, traced or on an accelerator, a bound
+        past the tokens is moved to their end, and decreasing ones give wrong results.
       cu_seqlens_k: likewise; None is `cu_seqlens_q`.
       causal_alignment: as in `dot_product_attention`, for each sequence.
       **keywords: the other arguments of `dot_product_attention`.
@@ -58,7 +76,7 @@ def varlen_attention(
       `[total_q, N, V]`, and the log-sum-exp `[total_q, N]` with `return_residual`.
 
     Raises:
-      ValueError: shapes that do not fit, or a keyword that packing itself defines.
+      ValueError: shapes or bounds that do not fit, or a keyword that packing itself defines.
 
     Example:
       >>> q = jax.random.normal(jax.random.key(0), (10, 4, 16))
@@ -73,6 +91,8 @@ def varlen_attention(
         raise ValueError(
             f"causal_alignment must be 'top_left' or 'bottom_right', got {causal_alignment!r}"
         )
+    tensors = {"query": query, "key": key, "value": value}
+    no_tensors(tensors, "jaxcap.torch_bridge.varlen_attention")
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 3:

@@ -142,6 +142,22 @@ def test_good_arguments():
     assert jaxcap.dot_product_attention(**arguments()).shape == (B, T, N, H)
 
 
+def test_heads_and_lengths_that_have_changed_places():
+    """Said where it is certain, with the caller's line, and nowhere else."""
+
+    def run(heads, kv_heads, length, kv_length):
+        q, k = floats(1, length, heads, 2), floats(1, kv_length, kv_heads, 2)
+        jax.eval_shape(jaxcap.dot_product_attention, q, k, k)
+
+    with pytest.warns(UserWarning, match="taken for 1024 heads of length 16") as caught:
+        jaxcap.dot_product_attention(*[floats(1, 16, 1024, 2)] * 3)
+    assert [x.filename for x in caught] == [__file__]
+    with pytest.warns(UserWarning, match="taken for 513 heads of length 128"):
+        run(513, 513, 128, 8)
+    for sizes in ((512, 512, 8, 8), (1024, 8, 8, 8), (1024, 1024, 129, 8), (1024, 1024, 1, 4096)):
+        run(*sizes)  # a warning is an error
+
+
 TOGETHER = [
     (
         {"causal_alignment": "bottom_right", "query_positions": ints(B, T)},

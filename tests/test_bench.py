@@ -2,8 +2,10 @@
 
 import argparse
 import dataclasses
+import io
 import itertools
 import json
+import re
 import subprocess
 import sys
 import time
@@ -12,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxcap.bench import command, report, turns
+from jaxcap.bench import command, progress, report, turns
 from jaxcap.bench.cases import CASES, Case
 from jaxcap.bench.implementations import Implementation, available
 from jaxcap.bench.measure import PASSES, Row, measure, turn
@@ -121,7 +123,14 @@ def test_command(tmp_path, capsys):
     words += ["--implementations", "jaxcap-xla", "--rounds", "1", "--burst", "0"]
     words += ["--sustain", "0.001"]
     assert run(*words, "--json", str(out), "--picture", str(picture)) == 0
-    printed = capsys.readouterr().out
+    printed, told = capsys.readouterr()
+    assert re.search(
+        r"^0:0\d case 2 of 2, 1x16x2x8_logits12.5 forward: compiling jaxcap-xla plain, 2 of 2$",
+        told,
+        re.M,
+    )
+    assert re.search(r"1x16x2x8 forward\+backward: timing 2 implementations, 1 rounds\n", told)
+    assert "compiling" not in printed
     assert "| forward, TFLOP/s, first calls / sustained |" in printed
     assert "| 1x16x2x8 |" in printed
     assert "| 1x16x2x8_logits12.5 |" in printed
@@ -134,6 +143,30 @@ def test_command(tmp_path, capsys):
     assert all(row["tflops"] > 0 and row["burst_tflops"] > 0 for row in document["rows"])
     assert document["versions"]["jax"]
     assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress(monkeypatch, terminal):
+    """A terminal's line changes; elsewhere what is told often is told every ten seconds."""
+    now = itertools.count(100, 4)
+    monkeypatch.setattr(progress, "time", argparse.Namespace(perf_counter=lambda: next(now)))
+    monkeypatch.setenv("COLUMNS", "20")
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal
+    tell = progress.Progress(stream)
+    tell.where = "case 1 of 2, "
+    tell("compiling")
+    for number in range(15):
+        tell(f"round {number}", often=True)
+    tell.end()
+    told = stream.getvalue()
+    if terminal:
+        clear = "\r\033[K"
+        assert told.startswith(f"{clear}0:04 case 1 of 2, c{clear}0:08 case 1 of 2, r")
+        assert told.endswith(f"{clear}1:04 case 1 of 2, r{clear}") and "\n" not in told
+    else:
+        assert told.splitlines()[0] == "0:04 case 1 of 2, compiling"
+        assert [line.split()[-1] for line in told.splitlines()[1:]] == ["2", "5", "8", "11", "14"]
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the default cases are for a GPU")

@@ -2,14 +2,16 @@
 
 import warnings
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.functional import jacobian
 
+import jaxcap
 from jaxcap import torch_bridge
-from jaxcap.torch_bridge import call, checks
+from jaxcap.torch_bridge import call, checks, varlen
 from tests.torch_reference import inputs
 
 Q, K, V = (x.detach() for x in inputs(t=8, s=8).values())
@@ -36,8 +38,9 @@ def test_narrow_keeps_equality_and_order():
     assert ranks == [[[2, 1, 0], [3, 2, 1]], [[1, 2], [0, 3]]]
 
 
-def test_bounds_outside_the_tokens_are_moved_to_their_end():
+def test_bounds_that_are_not_read_are_moved_to_the_tokens_end(monkeypatch):
     """Where causality ends within a sequence depends on how many keys it has."""
+    monkeypatch.setattr(varlen, "eager", lambda x: False)  # as if they were on a GPU
     q, k, v = Q[0], K[0], V[0]
     bounds = torch.tensor([0, 3, 8])
     wanted = torch_bridge.varlen_attention(q, k, v, bounds, bounds, softcap=2.0, causal=True)
@@ -45,6 +48,53 @@ def test_bounds_outside_the_tokens_are_moved_to_their_end():
         for pair in ((bounds, torch.tensor(wide)), (torch.tensor(wide), bounds)):
             found = torch_bridge.varlen_attention(q, k, v, *pair, softcap=2.0, causal=True)
             assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        ([0, 5, 3, 8], "must not decrease, got 5 and then 3"),
+        ([0, WIDE, 8], f"must not decrease, got {WIDE} and then 8"),
+        ([0, 9], "must lie within the 8 tokens, got 0 to 9"),
+        ([-1, 8], "must lie within the 8 tokens, got -1 to 8"),
+    ],
+)
+def test_bounds_on_a_cpu_are_checked(bad, match):
+    bad, good = torch.tensor(bad), torch.arange(len(bad))
+    for name, pair in (("q", (bad,)), ("q", (bad, good)), ("k", (good, bad))):
+        with pytest.raises(ValueError, match=f"cu_seqlens_{name} {match}"):
+            torch_bridge.varlen_attention(Q[0], K[0], V[0], *pair)
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_jax_side_refuses_tensors(place, dtype):
+    arrays = [jnp.ones((1, 8, 2, 64)) for _ in range(3)]
+    arrays[place] = torch.ones(1, 8, 2, 64, dtype=dtype)
+    name = ("query", "key", "value")[place]
+    with pytest.raises(
+        TypeError, match=f"{name} is a PyTorch tensor; jaxcap.torch_bridge.attention"
+    ):
+        jaxcap.dot_product_attention(*arrays)
+    arrays = [x[0] for x in arrays]
+    with pytest.raises(TypeError, match=f"{name} is a PyTorch tensor; .*varlen_attention"):
+        jaxcap.varlen_attention(*arrays, np.array([0, 8]))
+
+
+def test_explain_of_the_other_librarys_arrays_names_the_other_explain():
+    with pytest.raises(TypeError, match="key is a PyTorch tensor; jaxcap.torch_bridge.explain"):
+        jaxcap.explain(np.ones(Q.shape, "float32"), torch.nn.Parameter(K), V)
+    meta = [x.to("meta") for x in (Q, K, V)]
+    with pytest.raises(ValueError, match="q is on meta.*for explain.*platform='sm90'"):
+        torch_bridge.explain(*meta)
+    assert torch_bridge.explain(*meta, platform="cpu").forward.backend == "blockwise"
+
+
+def test_heads_and_length_that_have_changed_places():
+    q, k = torch.zeros(1, 4, 1024, 8), torch.zeros(1, 2, 1024, 8)
+    with pytest.warns(UserWarning, match="q is taken for 1024 heads of length 4.*layout='bhsd'"):
+        checks.check_inputs(q, k, k, "bshd")
+    checks.check_inputs(q, k, k, "bhsd")
 
 
 def test_a_negated_view_is_its_values():

@@ -53,17 +53,10 @@ def test_equals_each_alone(name, cu_q, cu_k, alignment, window):
     np.testing.assert_array_equal(lse[cu_q[-1] :], -np.inf)
 
 
-def test_a_bound_past_the_tokens_is_their_end():
+def test_a_traced_bound_past_the_tokens_is_their_end():
     q, k = jax.random.normal(jax.random.key(0), (2, 9, 2, 8))
-    run = functools.partial(
-        jaxcap.varlen_attention,
-        q,
-        k,
-        k,
-        softcap=2.0,
-        is_causal=True,
-        causal_alignment="bottom_right",
-    )
+    keywords = {"softcap": 2.0, "is_causal": True, "causal_alignment": "bottom_right"}
+    run = jax.jit(functools.partial(jaxcap.varlen_attention, q, k, k, **keywords))
     inside = run(jnp.array([0, 4, 9]), jnp.array([0, 5, 9]))
     np.testing.assert_array_equal(run(jnp.array([-3, 4, 20]), jnp.array([0, 5, 90])), inside)
     assert jnp.abs(run(jnp.array([0, 4, 9]), jnp.array([0, 5, 8])) - inside).max() > 1e-3
@@ -104,6 +97,23 @@ def test_lists_are_arrays():
     x = np.random.default_rng(0).standard_normal((4, 2, 8)).astype(np.float32)
     out = jaxcap.varlen_attention(x.tolist(), x.tolist(), x.tolist(), [0, 4], softcap=5.0)
     np.testing.assert_allclose(out, jaxcap.dot_product_attention(x, x, x, softcap=5.0), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [list, np.array, jnp.array])
+def test_bounds_that_the_host_knows_are_checked(kind):
+    q = jnp.ones((6, 2, 8))
+    for bad, match in (
+        ([3, 3, 1], "must not decrease, got 3 and then 1.*not lengths"),
+        ([0, 4, 7], "must lie within the 6 tokens, got 0 to 7"),
+        ([-1, 4, 6], "must lie within the 6 tokens, got -1 to 6"),
+    ):
+        bad = kind(bad)
+        with pytest.raises(ValueError, match="cu_seqlens_q " + match):
+            jaxcap.varlen_attention(q, q, q, bad)
+        with pytest.raises(ValueError, match="cu_seqlens_k " + match):
+            jax.jit(lambda q, bad=bad: jaxcap.varlen_attention(q, q, q, [0, 0, 6], bad))(q)
+    traced = jax.jit(lambda x: jaxcap.varlen_attention(q, q, q, [0, x, 6]))(3)
+    np.testing.assert_array_equal(traced, jaxcap.varlen_attention(q, q, q, kind([0, 3, 6])))
 
 
 def test_bad_input():

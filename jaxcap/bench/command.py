@@ -14,6 +14,7 @@ from jaxcap.bench import report
 from jaxcap.bench.cases import CASES, Case
 from jaxcap.bench.implementations import Implementation, available
 from jaxcap.bench.measure import PASSES, measure
+from jaxcap.bench.progress import Progress
 from jaxcap.explain import explain
 
 
@@ -131,13 +132,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"jaxcap bench: {error}", file=sys.stderr)
         return 2
 
-    def progress(text: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
+    progress = Progress(sys.stderr)
     command = shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])
     ran = merged or report.Run.now(command)
-    for case in cases:
+    for number, case in enumerate(cases, 1):
+        progress.where = f"case {number} of {len(cases)}, "
         for row in measure(
             case,
             implementations,
@@ -151,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
             rows.append(row)
             if args.json is not None:  # as it goes: a run that is cut short keeps what it has
                 report.write(rows, ran, args.json)
-    progress("")
+    progress.end()
     if merged and args.json is not None:
         report.write(rows, ran, args.json)
     for name in passes:

@@ -112,8 +112,15 @@ def turn(lock: pathlib.Path | None, alone: bool = True) -> Iterator[None]:
         yield
 
 
+def _silent(text: str, often: bool = False) -> None:
+    pass
+
+
 def prepare(
-    case: Case, implementations: Sequence[Implementation], passes: str
+    case: Case,
+    implementations: Sequence[Implementation],
+    passes: str,
+    progress: Callable[[str], None] = _silent,
 ) -> dict[str, Work | str]:
     """The work of each, or why there is none."""
     with_backward = passes == PASSES[1]
@@ -127,7 +134,12 @@ def prepare(
         except Exception as error:  # whatever a peer raises is its row's text, not our end
             return _short(error)
 
-    return {implementation.name: one(implementation) for implementation in implementations}
+    found = {}
+    for number, implementation in enumerate(implementations, 1):
+        name = implementation.name
+        progress(f"{case.name} {passes}: compiling {name}, {number} of {len(implementations)}")
+        found[name] = one(implementation)
+    return found
 
 
 def measure(
@@ -138,23 +150,26 @@ def measure(
     rounds: int = 5,
     burst_s: float = 0.15,
     sustain_s: float = 0.0,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Callable[..., None] = _silent,
     lock: pathlib.Path | None = None,
 ) -> Iterator[Row]:
-    """A row for each pass and implementation of one case; what cannot run says why."""
+    """A row for each pass and implementation of one case; what cannot run says why.
+
+    `progress` is told what comes next, with `often=True` what takes but a moment.
+    """
     import jax
 
     prepared: dict[str, dict[str, Work | str]] = {}
     with turn(lock, alone=False):
         for name in passes:
-            progress(f"{case.name} {name}: preparing {len(implementations)} implementations")
-            prepared[name] = prepare(case, implementations, name)
+            prepared[name] = prepare(case, implementations, name, progress)
     for name, found in prepared.items():
         works = {who: work for who, work in found.items() if isinstance(work, Work)}
 
         def say(text: str, where: str = f"{case.name} {name}") -> None:
-            progress(f"{where}: {text}")
+            progress(f"{where}: {text}", often=True)
 
+        progress(f"{case.name} {name}: timing {len(works)} implementations, {rounds} rounds")
         with turn(lock):
             turns = by_turns(works, rounds, burst_s, sustain_s, say)
         flops = case.flops(name == PASSES[1])

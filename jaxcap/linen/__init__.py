@@ -4,9 +4,13 @@ B batch, T and S query and key length, N query heads, K key/value heads, H head 
 where they are True.
 """
 
+from jaxcap.keywords import hinted
 from jaxcap.linen.attention import DotProductAttention
 from jaxcap.linen.layer import TransformerLayer
 from jaxcap.linen.multihead import MultiHeadAttention
 from jaxcap.modules.layer import TransformerLayerType
 
 __all__ = ["DotProductAttention", "MultiHeadAttention", "TransformerLayer", "TransformerLayerType"]
+
+for _class in (DotProductAttention, MultiHeadAttention, TransformerLayer):
+    hinted(_class)

@@ -9,6 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxcap.keywords import hinted
 from jaxcap.sharding import all_to_all
 from jaxcap.sharding.layout import LoadBalance, check_length, check_load_balance, positions
 from jaxcap.sharding.ring import Ring
@@ -55,6 +56,7 @@ def check_axes(
     return batch, head
 
 
+@hinted
 @dataclasses.dataclass(frozen=True)
 class ContextParallel:
     """Sequence (context) parallelism of one call over mesh axes: queries, keys and values alike.

@@ -1,12 +1,12 @@
 """Attention on shards, inside the user's own `shard_map`."""
 
-import inspect
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxcap import arguments, attention, selection
+from jaxcap.keywords import bind
 from jaxcap.sharding.bias import own_rows
 from jaxcap.sharding.config import check_axes, names_of
 from jaxcap.sharding.layout import LoadBalance, check_length, check_load_balance
@@ -63,10 +63,8 @@ def _call(
         raise ValueError(
             "context_parallel is for jaxcap.dot_product_attention outside of a shard_map"
         )
-    bound = inspect.signature(attention.dot_product_attention).bind(*arrays, **keywords)
-    bound.apply_defaults()
+    given = bind(attention.dot_product_attention, arrays, keywords)
     sizes, batch = _checked_axes(axis_argument, axes, batch_axes, head_axis)
-    given = dict(bound.arguments)
     requested = selection.requested(given.pop("implementation"))
     tiles = {name: given[name] for name in ("bias", "mask")}
     broadcast = given["dropout_broadcast"]

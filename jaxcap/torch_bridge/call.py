@@ -156,7 +156,9 @@ def platform(device: torch.device) -> str:
         return f"sm{major}{minor}"
     if device.type == "cpu":
         return "cpu"
-    raise ValueError(f"q is on {device}; jaxcap runs on CUDA and CPU tensors")
+    raise ValueError(
+        f"q is on {device}; jaxcap runs on CUDA and CPU tensors (for explain name one: platform='sm90')"
+    )
 
 
 def spec_of(

@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from jaxcap import arguments
+
 Tensor = torch.Tensor
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
@@ -82,6 +84,9 @@ def check_inputs(q: Any, k: Any, v: Any, order: str) -> None:
         raise ValueError(f"v must be [{wanted}, V] to go with k, got {_shape(v)} (as bshd)")
     if heads % kv_heads:
         raise ValueError(f"q's {heads} heads must be a multiple of the {kv_heads} heads of k and v")
+    if order == "bshd" and not torch.compiler.is_compiling():
+        shapes = (q.shape[1], heads), (length, kv_heads)
+        arguments.hint_at_layout("q", *shapes, ", of attention by layout='bhsd'")
 
 
 def window(value: Any) -> tuple[int, int]:

@@ -1,12 +1,12 @@
 """`explain` of PyTorch's tensors: which backend a call would run on, and why not the others."""
 
-import inspect
 from typing import Any
 
 import torch
 
 from jaxcap import device
 from jaxcap.explain import Explanation, of_spec
+from jaxcap.keywords import bind
 from jaxcap.torch_bridge import call, checks, functional
 
 
@@ -33,9 +33,7 @@ def explain(
       >>> torch_bridge.explain(q, q, q, softcap=50.0, platform="sm90").training.backend
       'pallas'
     """
-    bound = inspect.signature(functional.attention).bind(*tensors, **keywords)
-    bound.apply_defaults()
-    given = bound.arguments
+    given = bind(functional.attention, tensors, keywords)
     if torch.are_deterministic_algorithms_enabled():
         given["deterministic"] = True
     settings = call.settings_of(*(given[name] for name in call.Settings._fields))

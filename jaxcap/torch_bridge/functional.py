@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from jaxcap.keywords import hinted
 from jaxcap.torch_bridge import autograd, call, checks, operator
 from jaxcap.torch_bridge.call import Settings, Tensor, Tensors
 
@@ -12,6 +13,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _plans: dict[Any, autograd.Plan] = {}
 
 
+@hinted
 def attention(
     q: Tensor,
     k: Tensor,
@@ -90,7 +92,7 @@ def attention(
     checks.layout(layout)
     checks.generator(generator)
     extras = bias is None and alibi_slopes is None and segment_ids is None and sinks is None
-    if extras and not settings.dropout_p and _eager(q, k, v):
+    if extras and not settings.dropout_p and eager(q, k, v):
         out, lse = _again(q, k, v, settings, layout)
         return (out, lse) if return_lse else out
     q, k, v = autocast(q, k, v)
@@ -104,7 +106,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _eager(*tensors: Any) -> bool:
+def eager(*tensors: Any) -> bool:
     """Whether nothing watches: no compiler, tracer, subclass, mode or transform, and nothing sparse."""
     if torch.compiler.is_compiling():
         return False
@@ -178,7 +180,7 @@ def attend(
             generator=generator,
         )
         tensors = tensors._replace(dropout_key=key)
-    if _eager(*(x for x in tensors if x is not None)):
+    if eager(*(x for x in tensors if x is not None)):
         return autograd.attend(settings, tensors)
     if not torch.compiler.is_compiling():
         _refuse_watchers(tensors)

@@ -4,12 +4,14 @@ from typing import Any
 
 import torch
 
+from jaxcap.keywords import hint, hinted
 from jaxcap.torch_bridge import call, checks
 from jaxcap.torch_bridge.functional import attention
 
 OF_A_CALL = ("bias", "alibi_slopes", "segment_ids", "generator", "sinks", "return_lse")
 
 
+@hinted
 class DotProductAttention(torch.nn.Module):
     """`jaxcap.torch_bridge.attention` with what stays the same from call to call; no parameters.
 
@@ -70,6 +72,7 @@ class DotProductAttention(torch.nn.Module):
             raise TypeError(
                 f"a call of DotProductAttention takes no {', '.join(others)}, only softcap, causal,"
                 f" {', '.join(OF_A_CALL)}; settings are given when the module is made"
+                + hint(others[0], ("softcap", "causal", *OF_A_CALL))
             )
         return attention(
             q,

@@ -4,19 +4,23 @@ from typing import Any
 
 import torch
 
+from jaxcap.arguments import known_bounds
+from jaxcap.keywords import hinted
 from jaxcap.torch_bridge import checks
 from jaxcap.torch_bridge.call import Tensor, canonical, settings_of
-from jaxcap.torch_bridge.functional import attend, autocast
+from jaxcap.torch_bridge.functional import attend, autocast, eager
 
 
 def _bounds(name: str, x: Any, device: torch.device, total: int) -> Tensor:
-    """int32, within the tokens that there are."""
+    """int32, within the tokens that there are; checked where the host knows the values."""
     if not isinstance(x, Tensor) or x.dtype not in checks.INTEGERS or x.dim() != 1 or len(x) < 2:
         got = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name} must be [sequences + 1] integers, got {got}")
     checks.dense(name, x)
     if x.device != device:
         raise ValueError(f"{name} is on {x.device}, q on {device}; move one to the other")
+    if x.device.type == "cpu" and eager(x):
+        known_bounds(name, x.tolist(), total)
     wide = x if x.dtype == torch.int64 else x.to(torch.int32)
     return wide.clamp(0, total).to(torch.int32)
 
@@ -31,6 +35,7 @@ def _locate(bounds: Tensor, total: int, outside: int) -> tuple[Tensor, Tensor]:
     return place, torch.where(inside, number, outside)
 
 
+@hinted
 def varlen_attention(
     q: Tensor,
     k: Tensor,
@@ -53,9 +58,10 @@ def varlen_attention(
     """`attention` of sequences packed one after another, each attending itself only.
 
     Sequence i holds the queries `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]` and the keys likewise; tokens
-    before the first or past the last bound are padding, and bounds outside the tokens are moved to their end.
+    before the first or past the last bound are padding.
     **Causality is bottom-right aligned in each sequence, -1 in a window is unbounded, as in FlashAttention.**
-    Nothing is read back to the host, so nothing says when bounds decrease, which gives wrong results. A call
+    Bounds on a GPU are not read back to the host, nor are those that `torch.compile` sees: there one outside
+    the tokens is moved to their end, and decreasing ones give wrong results; on a CPU both are errors. A call
     that runs directly can be captured in a CUDA graph, and its bounds may change between replays; long inputs
     (where `[total_q, total_k]` bytes are more than twice the largest tensor) go through JAX, which cannot.
 
@@ -63,7 +69,7 @@ def varlen_attention(
       q: `[total_q, N, H]`.
       k: `[total_k, K, H]`.
       v: `[total_k, K, V]`.
-      cu_seqlens_q: `[sequences + 1]` int, not decreasing, as a rule 0 first.
+      cu_seqlens_q: `[sequences + 1]` int, not decreasing, within the tokens, as a rule 0 first.
       cu_seqlens_k: likewise; None is `cu_seqlens_q`.
       alibi_slopes: `[N]`.
 
