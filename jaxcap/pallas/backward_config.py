@@ -31,6 +31,7 @@ class BackwardConfig:
     load_early: bool = False  # Q and dO are loaded beside adding the last piece of dQ, not after it
     q_by_ds: bool = False  # `products`: warpgroup 1 loads Q as soon as both have read it
     joined: bool = False  # `rows`: Q and dO of a step share their barriers
+    late: bool = False  # with `loader`: where tiles have masks, dS is announced beside the next S
     loader: bool = False  # one more warpgroup only loads, as soon as a tile's place is free
     evidence: str = ""
 
@@ -40,6 +41,7 @@ class BackwardConfig:
         assert self.joined or not self.loader, "the loads wait for q_free alone"
         assert not self.q_by_ds or self.design == "products", "of `products`"
         assert not (self.loader and self.load_early), "two warpgroups would load"
+        assert self.loader or not self.late, "who adds dQ would load too late"
 
     @property
     def warpgroups(self) -> int:
@@ -85,9 +87,13 @@ CONFIGS = {
         registers=(208, 72),
         delta_late=True,
         joined=True,
+        late=True,
         loader=True,
-        evidence="full 609 / 578, window 566 / 521, causal 580 / 538, in the same run without loader (216 "
-        "registers) 561 / 543, 543 / 507 and 574 / 535, another run causal 577 / 518 and 545 / 499; with "
+        evidence="late beside without it: causal 32k 585 / 562 and 571 / 549, causal 582 / 531 and 561 / "
+        "528, window 555 / 510 and 551 / 507, 16 x 1k 356 / 337 and 355 / 341; where no tile has masks "
+        "586 / 553 and 596 / 554, so it is not done there. Before: full 609 / 578, window 566 / 521, "
+        "causal 580 / 538, in the same run without loader (216 registers) 561 / 543, 543 / 507 and 574 / "
+        "535, another run causal 577 / 518 and 545 / 499; with "
         "three stages full 604 / 556, causal 534 / 500. Without loader causal 565 / 526, without joined too "
         "551 / 494. Lost: "
         "load_early 551 / 521 beside 566 / 529; -delta added by a product with ones, in three parts "
@@ -126,7 +132,9 @@ CONFIGS = {
 
 
 #: 128 with more registers, for dropout and the gradient of a bias.
-HEAVY_128 = dataclasses.replace(CONFIGS[128], loader=False, registers=(216, 72), evidence="")
+HEAVY_128 = dataclasses.replace(
+    CONFIGS[128], loader=False, late=False, registers=(216, 72), evidence=""
+)
 
 
 def config_for(head_size: int, value_size: int, heavy: bool = False) -> BackwardConfig:

@@ -17,7 +17,7 @@ Warpgroups of 128 threads. Barriers in shared memory, their arrivals in brackets
     do_full    stage of dO and -delta is there                                [copies]
     q_free     nobody reads the stage of Q any more                           [compute]
     do_free    the same of dO                                                 [compute]
-    ds_full    a dS tile is complete                                          [its writers]
+    ds_full    a dS tile is complete; `late`: and S of the next step begun    [its writers]
     ds_free    dQ has read the dS tile                                        [1]
     d_full     (design `products`) a D tile is complete                       [1]
     d_free     (design `products`) dS has been made of it                     [1]
@@ -239,6 +239,12 @@ class Block:
         self.clean_kv(self.K, first, c.rows)
         self.clean_kv(self.V, first, c.rows)
 
+        late = c.late and plan.scores.masks
+
+        def announce(j):
+            plgpu.commit_smem()
+            arrive(self.ds_full.at[lax.rem(j, i32(c.stages_ds))])
+
         def outer(s_acc, dk_acc, dv_acc):
             @self.walk.each
             def _(j, at):
@@ -251,6 +257,8 @@ class Block:
                     self.clean_queries(wg, at, stage)
                 s_acc[...] = zeros((c.rows, c.block_q))
                 over_head(s_acc, self.K, rows, self.Q[stage])  # 1
+                if late:  # a fence waits for what was stored
+                    pl.when(j > 0)(lambda: announce(j - 1))
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                 p, d, *whole = self.softmax(s, stage, at, first)  # 2
 
@@ -272,13 +280,15 @@ class Block:
                 ds = pl.run_scoped(products, plgpu.ACC((c.rows, c.block_q), F32))
                 to_head(dk_acc, ds, self.Q[stage])  # 6, beside storing dS: both only read it
                 store_pairs(self.ds.at[bb, rows], ds)
-                plgpu.commit_smem()
-                arrive(self.ds_full.at[bb])
+                if not late:
+                    announce(j)
                 plgpu.wgmma_wait(0)
                 arrive(self.q_free.at[stage])
                 if not c.joined:
                     arrive(self.do_free.at[stage])
 
+            if late:
+                pl.when(self.walk.total > 0)(lambda: announce(self.walk.total - 1))
             return dk_acc[...], dv_acc[...]
 
         dk, dv = pl.run_scoped(
