@@ -190,19 +190,23 @@ def _captured(function: Any, arguments: Any) -> tuple[str, Any]:
         return file.read().decode(errors="replace"), program
 
 
-def reports(module: str, names: list[str], timeout: float = 600) -> Iterator[tuple[str, Report]]:
-    """Compile `module.compiled(name)` for each name, in another process."""
+def environment() -> dict[str, str]:
+    """Of a process that compiles."""
     folder = _ptxas_folder()
-    environment = os.environ | {
+    return os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "MOSAIC_GPU_DUMP_PTXAS": "1",
         "PATH": f"{folder}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONPATH": f"{TOOLS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
+
+
+def reports(module: str, names: list[str], timeout: float = 600) -> Iterator[tuple[str, Report]]:
+    """Compile `module.compiled(name)` for each name, in another process."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.compile_sm90", module, *names],
-        env=environment,
+        env=environment(),
         cwd=pathlib.Path(__file__).parent.parent,
         capture_output=True,
         text=True,

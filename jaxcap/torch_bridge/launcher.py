@@ -9,6 +9,7 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,15 +19,23 @@ from jaxcap.torch_bridge import context
 ALIGNMENT = 16
 
 _lock = threading.Lock()
-_Launch = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+Launch = Callable[[int, ctypes.Array], None]  # (stream, addresses)
+
+
+class Interface(NamedTuple):
+    """The library with Mosaic GPU's compiler, and whether its kernels are launched as since JAX 0.12."""
+
+    library: Any
+    by_library: bool
 
 
 @functools.cache
-def _plugin() -> ctypes.CDLL | None:
-    """The library with Mosaic GPU's compiler; loading it starts no JAX backend."""
+def _plugin() -> Interface | None:
+    """The interface of the CUDA plugin; loading it starts no JAX backend."""
     for name in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"):
         try:
             path = importlib.import_module(name)._get_library_path()
+            version = importlib.import_module(f"{name}.version").__version_info__
         except ImportError:
             continue
         if path is not None:
@@ -35,7 +44,7 @@ def _plugin() -> ctypes.CDLL | None:
             library = ctypes.CDLL(str(path))
             library.MosaicGpuCompile.argtypes = [ctypes.c_char_p, ctypes.c_int]
             library.MosaicGpuCompile.restype = ctypes.POINTER(ctypes.c_void_p)
-            return library
+            return Interface(library, tuple(version[:2]) >= (0, 12))
     return None
 
 
@@ -49,16 +58,21 @@ def missing() -> str | None:
 
 
 @functools.cache  # programs that differ around a kernel share it
-def load(module: bytes, device: int) -> Callable[[int, ctypes.Array], None]:
+def load(module: bytes, device: int) -> Launch:
     """`launch(stream, addresses)` of a kernel on a device; it stays loaded as long as the process."""
-    library = _plugin()
-    if library is None:
+    interface = _plugin()
+    if interface is None:
         raise RuntimeError(str(missing()))
     with _lock, context.on_device(device):
-        compiled = library.MosaicGpuCompile(module, len(module))
+        compiled = interface.library.MosaicGpuCompile(module, len(module))
     if not compiled:
         raise RuntimeError("Mosaic GPU could not compile a kernel; its log is on stderr")
-    function, host = compiled[0], _Launch(compiled[1])
+    function, address, kernel = compiled[:3]
+    pointer = ctypes.c_void_p
+    if interface.by_library:  # of any kernel
+        host = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, pointer, ctypes.c_int)(address)
+        return lambda stream, addresses: host(kernel, function, stream, addresses, device)
+    host = ctypes.CFUNCTYPE(None, pointer, pointer, pointer)(address)  # of this kernel
     return lambda stream, addresses: host(function, stream, addresses)
 
 
