@@ -67,9 +67,10 @@ def load(module: bytes, device: int) -> Launch:
         compiled = interface.library.MosaicGpuCompile(module, len(module))
     if not compiled:
         raise RuntimeError("Mosaic GPU could not compile a kernel; its log is on stderr")
-    function, address, kernel = compiled[:3]
+    function, address = compiled[:2]
     pointer = ctypes.c_void_p
     if interface.by_library:  # of any kernel
+        kernel = compiled[2]
         host = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, pointer, ctypes.c_int)(address)
         return lambda stream, addresses: host(kernel, function, stream, addresses, device)
     host = ctypes.CFUNCTYPE(None, pointer, pointer, pointer)(address)  # of this kernel
