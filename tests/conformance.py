@@ -79,14 +79,18 @@ def floor(name: str, dtype: str, score: float) -> float:
 
 
 def approximation(
-    work: oracle.Attention, inputs: cases.Inputs, tanh_error: float, score_error: float = 0.0
+    work: oracle.Attention,
+    inputs: cases.Inputs,
+    tanh_error: float,
+    score_error: float = 0.0,
+    slope_error: float = 0.0,
 ) -> dict[str, np.ndarray]:
     """What a tanh of relative error `tanh_error`, and capped scores of absolute error `score_error`, may
     change in a result, to first order.
 
     lse: the sum of probability times error of the score, the errors of scores independent. Gradients of
     the scores: 1 - tanh**2 is off by 2 tanh**2 times the error, so by at most twice the error of a
-    derivative of 1.
+    derivative of 1; and by `slope_error`.
     """
     if not (tanh_error or score_error) or not work.softcap:
         return {}
@@ -96,7 +100,8 @@ def approximation(
     uncapped.tanh = np.zeros_like(work.tanh)
     sums = uncapped.magnitudes(inputs.d_out, inputs.d_lse)
     inside = [name for name in ("query", "key", "bias") if name in sums]
-    return {"lse": lse, **{name: 2 * tanh_error * sums[name] for name in inside}}
+    of_slopes = 2 * tanh_error + slope_error
+    return {"lse": lse, **{name: of_slopes * sums[name] for name in inside}}
 
 
 #: How far the largest of thousands of independent errors is from zero, in standard deviations.
@@ -104,15 +109,19 @@ LARGEST = 4.0
 
 
 def allowed(
-    wanted: Expected, tanh_error: float, sum_error: float = 0.0, score_error: float = 0.0
+    wanted: Expected,
+    tanh_error: float,
+    sum_error: float = 0.0,
+    score_error: float = 0.0,
+    slope_error: float = 0.0,
 ) -> Expected:
     """With the tolerances of a backend with those relative errors of tanh, and of probabilities summed, and
-    that absolute one of scores."""
+    those absolute ones of scores and of 1 - tanh**2."""
     wider = dict(wanted.tolerances)
     if sum_error:
         norm, largest = size(sum_error * np.sqrt(np.sum(wanted.work.p**2, axis=3)))
         wider["lse"] = (wider["lse"][0] + RATIO * norm, wider["lse"][1] + LARGEST * largest)
-    found = approximation(wanted.work, wanted.inputs, tanh_error, score_error)
+    found = approximation(wanted.work, wanted.inputs, tanh_error, score_error, slope_error)
     for name, error in found.items():
         wider[name] = tuple(a + b for a, b in zip(wider[name], size(error), strict=True))
     return wanted._replace(tolerances=wider)
@@ -124,9 +133,11 @@ def allowed_of(wanted: Expected, backend: str, dtype: str) -> Expected:
     tanh_error = getattr(found, "tanh_error", lambda softcap: 0.0)
     sum_error = getattr(found, "sum_error", lambda softcap, dtype: 0.0)
     score_error = getattr(found, "score_error", lambda softcap: 0.0)
-    return allowed(
-        wanted, *(tanh_error(cap), sum_error(cap, dtype), score_error(cap)) if cap else (0.0,)
-    )
+    slope_error = getattr(found, "slope_error", lambda softcap, dtype: 0.0)
+    if not cap:
+        return allowed(wanted, 0.0)
+    errors = tanh_error(cap), sum_error(cap, dtype), score_error(cap), slope_error(cap, dtype)
+    return allowed(wanted, *errors)
 
 
 @functools.lru_cache(maxsize=256)

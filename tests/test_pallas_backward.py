@@ -187,13 +187,12 @@ def emulated(spec, operands, work, d_out, d_lse, block_q, block_kv):
     table = np.broadcast_to(table, (b, *table.shape[1:]))
     dead = np.broadcast_to(np.asarray(backward_tables.dead_keys(spec, operands)), (b, s))
     lse = np.swapaxes(work.lse, 1, 2)
-    out = jnp.asarray(work.out, jnp.float32)
+    sums = np.einsum("btnv,btnv->bnt", work.out, d_out)
     vectors = backward.row_vectors(
         spec,
         operands,
-        out,
         jnp.asarray(lse, jnp.float32),
-        jnp.asarray(d_out, jnp.float32),
+        jnp.asarray(-sums, jnp.float32),
         jnp.asarray(np.swapaxes(d_lse, 1, 2), jnp.float32),
         0,
         0,
@@ -343,8 +342,8 @@ def test_compiles_without_spills(group):
     compile_sm90.required()
     for name, report in compile_sm90.reports("tests.test_pallas_backward", group):
         allowed = COMPILED[name][1]
-        converts = not COMPILED[name][0].partial  # dQ; parts stay float32
-        assert report.calls == 1 + converts, name
+        whole = not COMPILED[name][0].partial  # parts are not prepared for, and stay in float32
+        assert report.calls == (3 if whole else 1), name
         # Since JAX 0.12 a kernel that an earlier program has too is not compiled again.
         assert 1 <= report.kernels <= report.calls, name
         assert report.spill_stores <= allowed, (name, report)
@@ -414,6 +413,32 @@ def test_conversion_of_dq(length, head_size, dtype):
     total = dq.reshape(*dq.shape[:2], plan.padded_queries, plan.padded_head_size)
     wanted = fragments.rows_of(total, length, head_size) * 0.3
     np.testing.assert_array_equal(*(np.asarray(x.astype(dtype)) for x in (got, wanted)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("length", "size"), [(1, 8), (77, 16), (77, 40), (128, 64), (509, 72), (200, 128), (190, 256)]
+)
+def test_what_the_backward_starts_from(length, size, dtype):
+    """Row sums of whatever lies in memory that is there, zeros past the last row and in all of dQ."""
+    from jaxcap.pallas import backward_prepare
+
+    spec = call(length, 64, dtype=dtype, value_size=size, batch=3)
+    plan = backward.make_plan(spec)
+    shape = (3, length, spec.query_heads, size)
+    out, d_out = (jax.random.normal(jax.random.key(i), shape, jnp.dtype(dtype)) for i in range(2))
+    jnp.full((1 << 26,), jnp.nan).block_until_ready()
+    ndelta, dq = jax.jit(lambda *x: backward_prepare.prepared(plan, *x))(out, d_out)
+    assert dq.shape == plan.dq_shape
+    assert not np.asarray(dq).any()
+    assert ndelta.shape == (3, spec.query_heads, plan.padded_queries)
+    ndelta = np.asarray(ndelta, np.float64)
+    assert not ndelta[..., length:].any()
+    out, d_out = (np.asarray(x, np.float64) for x in (out, d_out))
+    products = np.einsum("btnv,btnv->bntv", out, d_out)
+    error = np.abs(ndelta[..., :length] + products.sum(-1))
+    assert (error <= 1e-6 * np.abs(products).sum(-1)).all()
 
 
 @pytest.mark.gpu

@@ -23,6 +23,7 @@ from jaxcap.pallas.backward_tables import (
     ranks,
     spans,
 )
+from jaxcap.softcap import LARGE_CAP
 from jaxcap.spec import Array, AttentionSpec, Gradients, Operands
 
 MAX_HEAD_SIZE = 256
@@ -85,6 +86,7 @@ def make_plan(spec: AttentionSpec, config: Any = None) -> Any:
         bias_gradient="bias" in spec.gradients,
         alibi=spec.alibi,
         dropout_rate=spec.dropout_rate,
+        paired=config.paired and spec.dtype == "bfloat16" and (spec.softcap or 0.0) <= LARGE_CAP,
     )
     return Plan(
         config=config,
@@ -105,12 +107,14 @@ def make_plan(spec: AttentionSpec, config: Any = None) -> Any:
     )
 
 
-def row_vectors(spec: AttentionSpec, operands: Operands, out, lse, d_out, d_lse, pad: int, up: int):
+def row_vectors(spec: AttentionSpec, operands: Operands, lse, ndelta, d_lse, pad: int, up: int):
     """(-lse log2(e) + up, -delta), [B, N, T + pad] float32, and the gradient of the sinks if asked for.
 
-    delta = sum(out * d_out) - d_lse. Empty rows: -inf instead of -lse, and no part of out * d_out.
+    delta = sum(out * d_out) - d_lse, of which `ndelta` [B, N, T + pad] is the negative of the former. Empty
+    rows: -inf instead of -lse, and no part of out * d_out.
     """
-    delta = jnp.einsum("btnv,btnv->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
+    changed = d_lse is not None or operands.sinks is not None or may_have_empty_queries(spec)
+    delta = -ndelta[..., : spec.query_length]
     empty = None
     if may_have_empty_queries(spec):
         # With a sink an empty row has its lse, which says nothing.
@@ -132,8 +136,9 @@ def row_vectors(spec: AttentionSpec, operands: Operands, out, lse, d_out, d_lse,
         nlse = jnp.where(empty, -jnp.inf, nlse)
     if pad:
         nlse = jnp.pad(nlse, ((0, 0), (0, 0), (0, pad)), constant_values=-jnp.inf)
-        delta = jnp.pad(delta, ((0, 0), (0, 0), (0, pad)))
-    return nlse, -delta, d_sinks
+    if changed:
+        ndelta = jnp.pad(-delta, ((0, 0), (0, 0), (0, pad)))
+    return nlse, ndelta, d_sinks
 
 
 def _padded(x: Any, size: int, value: Any = 0) -> Array:
@@ -199,12 +204,17 @@ def backward(
     """
     from jax.experimental import pallas as pl
 
-    from jaxcap.pallas import backward_convert, backward_scores, backward_sm90
+    from jaxcap.pallas import backward_convert, backward_prepare, backward_scores, backward_sm90
 
     plan = make_plan(spec, config)
     up = backward_scores.boost(plan.dtype)
     pad = plan.padded_queries - plan.query_length
-    nlse, ndelta, d_sinks = row_vectors(spec, operands, out, lse, d_out, d_lse, pad, up)
+    if plan.partial:  # the same for all parts, so that XLA may do it once
+        delta = jnp.einsum("btnv,btnv->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
+        ndelta, dq = jnp.pad(-delta, ((0, 0), (0, 0), (0, pad))), query_sum
+    else:
+        ndelta, dq = map(varying_over((out, d_out)), backward_prepare.prepared(plan, out, d_out))
+    nlse, ndelta, d_sinks = row_vectors(spec, operands, lse, ndelta, d_lse, pad, up)
     inputs = kernel_inputs(plan, spec, operands, d_out, nlse, ndelta)
     by_row = ("dead", "kseg", "qseg", "kpos", "qpos", "mask", "bias", "slopes")
     shared = tuple(name for name in by_row if name in inputs and inputs[name].shape[0] == 1)
@@ -212,7 +222,7 @@ def backward(
     # Zeros that depend on nothing XLA makes for all layers, or all steps of a ring, at once and keeps.
     before = [ndelta, operands.key[0, 0, 0, 0]] if plan.partial else ndelta
     zero, _ = jax.lax.optimization_barrier((jnp.float32(0), before))
-    dq = jnp.full(plan.dq_shape, zero) if query_sum is None else invariant(query_sum)
+    dq = jnp.full(plan.dq_shape, zero) if dq is None else invariant(dq)
     assert (
         query_sum is None or plan.config.block_q == fragments.ROWS
     )  # its rows end where the kernel's do

@@ -31,6 +31,7 @@ class BackwardConfig:
     load_early: bool = False  # Q and dO are loaded beside adding the last piece of dQ, not after it
     q_by_ds: bool = False  # `products`: warpgroup 1 loads Q as soon as both have read it
     joined: bool = False  # `rows`: Q and dO of a step share their barriers
+    paired: bool = False  # in bfloat16: 1 - t^2 and its product with P in pairs of float16
     late: bool = False  # with `loader`: where tiles have masks, dS is announced beside the next S
     loader: bool = False  # one more warpgroup only loads, as soon as a tile's place is free
     evidence: str = ""
@@ -72,6 +73,7 @@ CONFIGS = {
         registers=(144, 80),
         load_early=True,
         joined=True,
+        paired=True,
         evidence="causal 491 / 468, in the same run without joined 480 / 459, with four stages 477 / 459, "
         "and 452 / 434 before load_early and joined. Lost, when it was 446 / 424: delta_late 439 / 422; "
         "two compute warpgroups on 128 x 128 448 / 419, on 64 x 128 with dP^T beside S^T 387 / 380",
@@ -111,6 +113,7 @@ CONFIGS = {
         dq="red",
         registers=(208, 88),
         q_by_ds=True,
+        paired=True,
         evidence="as for 256; not tuned",
     ),
     256: BackwardConfig(
@@ -123,6 +126,7 @@ CONFIGS = {
         dq="red",
         registers=(208, 88),
         q_by_ds=True,
+        paired=True,
         evidence="causal 484 / 450 and 478 / 467, in the same runs without q_by_ds 444 / 409 and 455 / 426, "
         "with dO loaded so as well 420 / 404, load_early 392 / 388, -delta by a product with ones 486 "
         "/ 460 and 487 / 461. Lost, when it was 444 / 410: delta_late 436 / 401, Pallas' own barriers "

@@ -57,6 +57,7 @@ class Scores:
     bias_gradient: bool = False
     alibi: bool = False
     dropout_rate: float = 0.0
+    paired: bool = False  # 1 - t^2 and its product with P in pairs of float16
 
     @property
     def masks(self) -> bool:
@@ -132,11 +133,26 @@ class _Thread:
         }
 
 
-def _pack(kind: str, dtype: Any, low: ir.Value, high: ir.Value) -> ir.Value:
-    """Two float32 as a pair of 16-bit values of `kind` in a register typed as `dtype`."""
-    pair = _asm(_i32(), [high, low], f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f")
+def _pair(kind: str, low: ir.Value, high: ir.Value) -> ir.Value:
+    """Two float32 as a pair of 16-bit values of `kind`."""
+    return _asm(_i32(), [high, low], f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f")
+
+
+def _typed(pair: ir.Value, dtype: Any) -> ir.Value:
+    """A pair of 16-bit values of any kind, as of `dtype`."""
     one = vector.broadcast(ir.VectorType.get((1,), _i32()), pair)
     return vector.bitcast(ir.VectorType.get((2,), utils.dtype_to_ir_type(jnp.dtype(dtype))), one)
+
+
+def _pack(kind: str, dtype: Any, low: ir.Value, high: ir.Value) -> ir.Value:
+    """Two float32 as a pair of 16-bit values of `kind` in a register typed as `dtype`."""
+    return _typed(_pair(kind, low, high), dtype)
+
+
+def _times_slope(p: ir.Value, t: ir.Value) -> ir.Value:
+    """p (1 - t^2) of pairs of float16."""
+    text = "{ .reg .b32 a; neg.f16x2 a, $2; fma.rn.f16x2 a, a, $2, $3; mul.rn.f16x2 $0, a, $1; }"
+    return _asm(_i32(), [p, t, _n(0x3C003C00)], text, "=r,r,r,r")
 
 
 def _name(dtype: Any) -> str:
@@ -232,6 +248,7 @@ def probabilities(
     shape = s.shape
     cap = scores.softcap or 0.0
     capped = cap > 0.0
+    paired = scores.paired and capped and not scores.dropout_rate and not scores.bias_gradient
     c1 = scores.scale / cap if capped else scores.scale * LOG2E
     c2 = cap * LOG2E
 
@@ -314,6 +331,8 @@ def probabilities(
                 for kept in keep:
                     a = _select(kept, a, _k(-math.inf))
             p = _asm(_f32(), [a], "ex2.approx.ftz.f32 $0, $1;", "=f,f")
+            if paired:  # the product is of two at a time
+                return p, t, p
             pd = arith.mulf(p, mlir_math.fma(arith.negf(t), t, _k(1.0))) if capped else p
             whole = p
             if drop is not None:
@@ -331,7 +350,10 @@ def probabilities(
                 for h in range(2):
                     (p0, d0, f0), (p1, d1, f1) = (one(m, j, h, e, n_j, qs, qp) for e in range(2))
                     ps[m, j, h] = _pack(_name(scores.dtype), scores.dtype, p0, p1)
-                    pds[m, j, h] = _pack("f16x2", scores.dtype, d0, d1)
+                    pair = _pair("f16x2", d0, d1)
+                    if paired:
+                        pair = _times_slope(_pair("f16x2", p0, p1), pair)
+                    pds[m, j, h] = _typed(pair, scores.dtype)
                     if scores.bias_gradient:
                         pfs[m, j, h] = _pack("f16x2", scores.dtype, f0, f1)
 
