@@ -89,9 +89,9 @@ def window(value: Any) -> tuple[int | None, int | None] | None:
 
 def no_tensors(given: dict[str, Any], instead: str) -> None:
     """TypeError where an argument is PyTorch's: NumPy would read it, and its gradient would be lost."""
-    torch = sys.modules.get("torch")
+    tensor = getattr(sys.modules.get("torch"), "Tensor", ())  # a module may play its part
     for name, x in given.items():
-        if torch is not None and isinstance(x, torch.Tensor):
+        if isinstance(x, tensor):
             raise TypeError(f"{name} is a PyTorch tensor; {instead} takes those")
 
 

@@ -193,6 +193,7 @@ def run_doctor(options: argparse.Namespace) -> int:
 
     import jaxcap
     from jaxcap import device, selection
+    from jaxcap.pallas import compiler
 
     print(f"jaxcap {jaxcap.__version__}, Python {platform.python_version()} ({sys.executable})")
     for group, distributions in PACKAGES.items():
@@ -212,6 +213,8 @@ def run_doctor(options: argparse.Namespace) -> int:
         print(f"  {one.id}  {one.device_kind}  {device.name_of(one)}")
     if jax.devices()[0].platform == "cpu" and not any(map(_version, PACKAGES["JAX"][3:])):
         print("  JAX sees no GPU: for NVIDIA install jaxcap[cuda13] or jaxcap[cuda12]")
+    if slower := compiler.slow():
+        print(f"  {slower}")
 
     print("\nbackends, for bfloat16 [1, 1024, 8, 128], causal")
     width = max(map(len, selection.backends()))

@@ -24,13 +24,14 @@ _OURS = (
 
 def _bounds(name: str, x: Any, total: int) -> Array:
     """int32, within the tokens that there are; checked where the host knows the values."""
-    array = jnp.asarray(x)
+    known = _on_host(x)
+    array = np.asarray(x) if known else jnp.asarray(x)
     if array.ndim != 1 or array.shape[0] < 2 or not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(
             f"{name} must be [sequences + 1] integers, got {list(array.shape)} {array.dtype.name}"
         )
-    if _on_host(x):
-        known_bounds(name, x, total)
+    if known:
+        known_bounds(name, array, total)
     wide = array if array.dtype.itemsize >= 4 else array.astype(jnp.int32)  # `total` must fit
     return jnp.clip(wide, 0, total).astype(jnp.int32)
 

@@ -28,9 +28,14 @@ def fori_loop(first, end, body, carry):
     return carry
 
 
+def rem(x, y):
+    assert x >= 0, "a stage before the first"  # Python's remainder is not the kernel's there
+    return x % y
+
+
 LAX = types.SimpleNamespace(
     add=lambda x, y: x + y,
-    rem=lambda x, y: x % y,
+    rem=rem,
     div=lambda x, y: x // y,
     cond=lambda condition, yes, no: yes() if condition else no(),
     fori_loop=fori_loop,

@@ -238,3 +238,29 @@ def test_lengths(backend):
     same((out[1:], lse[1:]), second)
     assert (out[0, 5:] == 0).all()
     assert (lse[0, 5:] == -np.inf).all()
+
+
+@pytest.mark.parametrize("level", [-1e4, -1e7, -1e9, -1e10, -1e30, float(np.finfo("float32").min)])
+@pytest.mark.parametrize(
+    "backend", ["xla", "blockwise", pytest.param("pallas", marks=pytest.mark.gpu)]
+)
+def test_rows_that_a_bias_pads(backend, level):
+    """An additive mask gives a padding row the same bias everywhere: what no loss reads harms nobody."""
+    dtype = jnp.dtype("bfloat16" if backend == "pallas" else "float32")
+    q, k, v, d_out = (normal(1, 64, 2, 64, seed=i).astype(dtype) for i in range(4))
+    d_out[:, :8] = 0
+    bias = np.zeros((1, 1, 64, 64), np.float32)
+    bias[:, :, :8] = level
+
+    def gradients(q, k, v, bias, d_out):
+        def out(q, k, v):
+            return jaxcap.dot_product_attention(q, k, v, bias, softcap=2.0, implementation=backend)
+
+        return jax.vjp(out, q, k, v)[1](d_out)
+
+    got = jax.jit(gradients)(q, k, v, bias, d_out)
+    wanted = jax.jit(gradients)(q[:, 8:], k, v, bias[:, :, 8:], d_out[:, 8:])
+    assert not np.asarray(got[0][:, :8], np.float32).any()
+    for x, y in zip((got[0][:, 8:], *got[1:]), wanted, strict=True):
+        x, y = (np.asarray(value, np.float64) for value in (x, y))
+        assert np.linalg.norm(x - y) <= (2e-2 if backend == "pallas" else 1e-5) * np.linalg.norm(y)

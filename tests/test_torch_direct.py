@@ -153,6 +153,55 @@ def test_a_kernel_that_adds_to_a_buffer(stream):
     assert len(launches) == 2 and all((x == 5).all() for x in launches)
 
 
+@pytest.mark.parametrize("read", [0, 1, 2])
+def test_a_kernel_adds_to_what_another_made(stream, read):
+    """Without a copy, unless somebody else reads that, whole or reshaped."""
+
+    def make(x, out):
+        out[0, 0] = x[0, 0]
+
+    def add(x, total, out):
+        total[0] = x[0, 0]
+        out[0, 0] = x[0, 0]
+
+    struct = jax.ShapeDtypeStruct((3, 24), jnp.float32)
+    calls = [
+        plgpu.kernel(x, out_type=[struct], grid=(1,), grid_names=("i",), kernel_name=x.__name__)
+        for x in (make, add)
+    ]
+
+    def function(x):
+        (made,) = calls[0](x)
+        flat = made.reshape(72)
+
+        def run(refs):
+            (refs["out"][...],) = calls[1](x, refs["total"])
+
+        done = pl.run_state(run)({"out": jnp.zeros((3, 24), jnp.float32), "total": flat})
+        return [done["total"], done["out"], made * 2.0, flat + 1.0][: 2 + read]
+
+    built = program.build(function, struct)
+    places = []
+
+    def load(module, device):
+        first = module == built.kernels[0]
+
+        def launch(stream, addresses):
+            if first:
+                places.append(addresses[1])
+                floats(addresses[1], 72)[:] = 5
+            else:
+                places.append(addresses[1])
+                assert addresses[1] in addresses[2:]
+                floats(addresses[1], 72)[:] += 10
+
+        return launch
+
+    total, _, *others = executable.Executable(built, CPU, load)(torch.from_numpy(FLOATS))
+    assert (total == 15).all() and (places[0] == places[1]) == (not read)
+    assert all((x == wanted).all() for x, wanted in zip(others, (10, 6), strict=False))
+
+
 def tensors_of(b=1, t=256, s=256, n=4, k=2, h=64, dtype=torch.bfloat16, **extra):
     q, k_, v = (
         torch.zeros(shape, dtype=dtype) for shape in ((b, t, n, h), (b, s, k, h), (b, s, k, h))
@@ -198,6 +247,9 @@ def test_the_core_path_is_one_launch_forward_and_few_steps_backward(name):
     assert forward.steps[0].arguments[:3] == (0, 1, 2)
     assert len(backward.kernels) >= 1
     assert len(backward.steps) <= 16, [step.name for step in backward.steps]
+    (adds,) = (step for step in backward.steps if step.aliases)
+    for _, argument in adds.aliases:  # dQ's accumulator takes no copy
+        assert executable._spare(backward, adds.arguments[argument])
 
 
 def test_a_forward_launch_reads_and_writes_the_right_memory(stream):

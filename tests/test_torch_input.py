@@ -1,5 +1,7 @@
 """What callers hand over now and then: wide ids, lazy views, autocast, other number types, odd tensors."""
 
+import sys
+import types
 import warnings
 
 import jax.numpy as jnp
@@ -79,6 +81,12 @@ def test_the_jax_side_refuses_tensors(place, dtype):
     arrays = [x[0] for x in arrays]
     with pytest.raises(TypeError, match=f"{name} is a PyTorch tensor; .*varlen_attention"):
         jaxcap.varlen_attention(*arrays, np.array([0, 8]))
+
+
+def test_a_module_that_plays_pytorchs_part_has_no_tensors(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    x = jnp.ones((1, 8, 2, 64))
+    assert jaxcap.dot_product_attention(x, x, x).shape == x.shape
 
 
 def test_explain_of_the_other_librarys_arrays_names_the_other_explain():

@@ -59,8 +59,9 @@ class Pallas:
         return found
 
     def forward(self, spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
-        from jaxcap.pallas import config, forward_sm90
+        from jaxcap.pallas import compiler, config, forward_sm90
 
+        compiler.warn()
         return forward_sm90.forward(spec, operands, config.forward_config(spec))
 
     def backward(
@@ -73,8 +74,9 @@ class Pallas:
         d_lse: Array | None,
         query_sum: Array | None = None,
     ) -> Gradients:
-        from jaxcap.pallas import backward
+        from jaxcap.pallas import backward, compiler
 
+        compiler.warn()
         return backward.backward(spec, operands, out, lse, d_out, d_lse, query_sum=query_sum)
 
     def query_factor(self, spec: AttentionSpec) -> float:

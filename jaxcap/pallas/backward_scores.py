@@ -330,6 +330,10 @@ def probabilities(
                     keep.append(planes["mask"](m, j, h, e, jnp.int8))
                 for kept in keep:
                     a = _select(kept, a, _k(-math.inf))
+            if "bias" in planes:
+                # P is at most 1. Of a row whose biases are all -1e9, say, the residual is off by tens.
+                most = _k(float(boost(scores.dtype)))
+                a = _asm(_f32(), [a, most], "min.NaN.f32 $0, $1, $2;", "=f,f,f")
             p = _asm(_f32(), [a], "ex2.approx.ftz.f32 $0, $1;", "=f,f")
             if paired:  # the product is of two at a time
                 return p, t, p

@@ -1,5 +1,6 @@
 """A program on one device: constants uploaded, kernels compiled, steps ready to run."""
 
+import collections
 import ctypes
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,7 @@ class Executable:
         self.constants: list[torch.Tensor] = []
         self.first_constant = program.slots
         with torch.inference_mode(False), torch.no_grad():
-            self.steps = [self.runner(step, load) for step in program.steps]
+            self.steps = [self.runner(program, step, load) for step in program.steps]
             self.results = [self.place(x) for x in program.results]
 
     def place(self, x: Any) -> int:
@@ -40,9 +41,9 @@ class Executable:
         self.constants.append(x.contiguous().to(self.device))
         return self.first_constant + len(self.constants) - 1
 
-    def runner(self, step: Step, load: Load) -> Runner:
+    def runner(self, program: Program, step: Step, load: Load) -> Runner:
         if step.kernel is not None:
-            return self.launch(step, load)
+            return self.launch(program, step, load)
         function, results = step.function, step.results
         assert function is not None
         # A constant without axes stays on the host: it becomes an argument of PyTorch's kernel.
@@ -71,7 +72,7 @@ class Executable:
 
         return one
 
-    def launch(self, step: Step, load: Load) -> Runner:
+    def launch(self, program: Program, step: Step, load: Load) -> Runner:
         assert step.kernel is not None
         kernel, index, device = load(step.kernel, self.index), self.index, self.device
         shared = {argument: result for result, argument in step.aliases}
@@ -80,7 +81,7 @@ class Executable:
         places: list[int] = []
         for n, x in enumerate(step.arguments):
             if n in shared:
-                fresh[n] = _buffer(x, step.types[shared[n]], device)
+                fresh[n] = _buffer(program, x, step.types[shared[n]], device)
                 places.append(-1)
             else:
                 places.append(self.place(x))
@@ -128,9 +129,28 @@ class Executable:
         return [env[x] for x in self.results]
 
 
-def _buffer(x: Any, result: Result, device: torch.device) -> Callable[[Environment], torch.Tensor]:
-    """What a kernel adds to in place: filled anew for each launch, since others may read the original."""
+def _spare(program: Program, slot: int) -> bool:
+    """Whether a kernel made what lies in a slot for a single reader, who may then write over it."""
+    makers = {made: step for step in program.steps for made in step.results}
+    read = [x for step in program.steps for x in step.arguments] + [*program.results]
+    counts = collections.Counter(x for x in read if isinstance(x, int))
+    while counts[slot] == 1 and slot in makers:
+        maker = makers[slot]
+        if maker.kernel is not None:
+            return True
+        if maker.name != "reshape" or not isinstance(maker.arguments[0], int):
+            return False
+        (slot,) = maker.arguments
+    return False
+
+
+def _buffer(
+    program: Program, x: Any, result: Result, device: torch.device
+) -> Callable[[Environment], torch.Tensor]:
+    """What a kernel adds to in place: filled anew for each launch, where others may read the original."""
     if isinstance(x, int):
+        if _spare(program, x):
+            return lambda env: env[x].contiguous()
         return lambda env: env[x].clone(memory_format=torch.contiguous_format)
     value = scalar(x)
     if value is None:

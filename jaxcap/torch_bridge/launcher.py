@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from jaxcap.pallas import compiler
 from jaxcap.torch_bridge import context
 
 #: What TMA and vector loads need of every buffer, in bytes.
@@ -63,6 +64,7 @@ def load(module: bytes, device: int) -> Launch:
     interface = _plugin()
     if interface is None:
         raise RuntimeError(str(missing()))
+    compiler.warn()
     with _lock, context.on_device(device):
         compiled = interface.library.MosaicGpuCompile(module, len(module))
     if not compiled:
