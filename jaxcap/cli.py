@@ -213,7 +213,7 @@ def run_doctor(options: argparse.Namespace) -> int:
         print(f"  {one.id}  {one.device_kind}  {device.name_of(one)}")
     if jax.devices()[0].platform == "cpu" and not any(map(_version, PACKAGES["JAX"][3:])):
         print("  JAX sees no GPU: for NVIDIA install jaxcap[cuda13] or jaxcap[cuda12]")
-    if slower := compiler.slow():
+    if slower := compiler.slow_here():
         print(f"  {slower}")
 
     print("\nbackends, for bfloat16 [1, 1024, 8, 128], causal")

@@ -41,6 +41,11 @@ class Explanation:
         parts = [head] if self.context is None else [head, f"context parallel: {self.context}"]
         parts += [f"forward: {self.forward.backend or 'none can'}", str(self.forward)]
         parts += [f"with gradients: {self.training.backend or 'none can'}", str(self.training)]
+        if "pallas" in (self.forward.backend, self.training.backend):
+            from jaxcap.pallas import compiler
+
+            if why := compiler.slow_here():
+                parts.append(f"note: {why}")
         return "\n".join(parts)
 
 

@@ -61,7 +61,7 @@ class Pallas:
     def forward(self, spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
         from jaxcap.pallas import compiler, config, forward_sm90
 
-        compiler.warn()
+        compiler.warn(compiler.slow_here())
         return forward_sm90.forward(spec, operands, config.forward_config(spec))
 
     def backward(
@@ -76,7 +76,7 @@ class Pallas:
     ) -> Gradients:
         from jaxcap.pallas import backward, compiler
 
-        compiler.warn()
+        compiler.warn(compiler.slow_here())
         return backward.backward(spec, operands, out, lse, d_out, d_lse, query_sum=query_sum)
 
     def query_factor(self, spec: AttentionSpec) -> float:

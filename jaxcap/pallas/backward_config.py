@@ -74,7 +74,8 @@ CONFIGS = {
         load_early=True,
         joined=True,
         paired=True,
-        evidence="causal 491 / 468, in the same run without joined 480 / 459, with four stages 477 / 459, "
+        evidence="paired beside without it: causal 501 / 476 and 490 / 459, full 518 / 490 and 499 / 458. "
+        "Before: causal 491 / 468, in the same run without joined 480 / 459, with four stages 477 / 459, "
         "and 452 / 434 before load_early and joined. Lost, when it was 446 / 424: delta_late 439 / 422; "
         "two compute warpgroups on 128 x 128 448 / 419, on 64 x 128 with dP^T beside S^T 387 / 380",
     ),
@@ -127,8 +128,9 @@ CONFIGS = {
         registers=(208, 88),
         q_by_ds=True,
         paired=True,
-        evidence="causal 484 / 450 and 478 / 467, in the same runs without q_by_ds 444 / 409 and 455 / 426, "
-        "with dO loaded so as well 420 / 404, load_early 392 / 388, -delta by a product with ones 486 "
+        evidence="paired beside without it: causal 483 / 441 and 474 / 431. Before: 484 / 450 and 478 / 467, "
+        "in the same runs without q_by_ds 444 / 409 and 455 / 426, with dO loaded so as well 420 / 404, "
+        "load_early 392 / 388, -delta by a product with ones 486 "
         "/ 460 and 487 / 461. Lost, when it was 444 / 410: delta_late 436 / 401, Pallas' own barriers "
         "442 / 410; TMA reduce (another kernel) 389 to 412",
     ),

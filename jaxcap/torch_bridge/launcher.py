@@ -64,7 +64,7 @@ def load(module: bytes, device: int) -> Launch:
     interface = _plugin()
     if interface is None:
         raise RuntimeError(str(missing()))
-    compiler.warn()
+    compiler.warn(compiler.slow())
     with _lock, context.on_device(device):
         compiled = interface.library.MosaicGpuCompile(module, len(module))
     if not compiled:
