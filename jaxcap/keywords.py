@@ -14,7 +14,8 @@ _SAME = (
         *("logit_soft_cap", "logits_softcap", "logits_soft_cap", "attn_logits_soft_cap"),
         *("attn_logit_softcapping", "attn_logits_softcap", "attn_logit_softcap", "softcap_value"),
     ),
-    ("is_causal", "causal", "use_causal_mask"),
+    ("is_causal", "causal", "use_causal_mask", "self_attn_mask_type"),
+    ("num_kv_heads", "num_gqa_groups", "num_key_value_heads", "kv_heads", "n_kv_heads"),
     (
         *("local_window_size", "window_size", "sliding_window", "sliding_window_size", "window"),
         *("attention_window", "window_left"),
@@ -47,7 +48,7 @@ _SAME = (
     ("key", "k"),
     ("value", "v"),
 )
-_NEEDLESS = ("max_seqlen", "max_seqlen_q", "max_seqlen_k")
+_NEEDLESS = ("max_seqlen", "max_seqlen_q", "max_seqlen_k", "enable_gqa")
 _ADVICE = {
     "is_causal": "from the top left; FlashAttention's is causal_alignment='bottom_right'",
     "causal": "from the bottom right",

@@ -175,6 +175,13 @@ def test_without_a_gpu_it_asks_for_a_shape(capsys):
     assert "give a shape" in capsys.readouterr().err
 
 
+def test_nothing_that_ran_is_no_success(capsys):
+    words = ("--q", "1,64,2,8", "--implementations", "jaxcap-pallas", "--passes", "forward")
+    if jax.default_backend() == "cpu":
+        assert run(*words) == 2
+        assert "nothing ran" in capsys.readouterr().err
+
+
 def test_small_speeds_have_digits():
     rows = [Row("c", "x", "forward", 1.0, 1.0, x) for x in (0.0123, 45.6)]
     assert "0.012" in report.table(rows[:1], "forward")
@@ -189,6 +196,10 @@ def test_small_speeds_have_digits():
         (["--q", "1,8,2,8", "--logits", "1,0"], "--logits must be positive numbers"),
         (["--q", "1,8,2,8", "--logits", "big"], "got 'big'"),
         (["--q", "1,2"], "--q must be B,T,N,H"),
+        (["--q", "1,8,2,8", "--cases", "d64_causal_8k"], "--cases and --q are two ways"),
+        (["--softcap", "30"], "--softcap goes with --q"),
+        (["--cases", "d64_causal_8k", "--window-left", "7"], "--window-left goes with --q"),
+        (["--cases", "d64_causal_8k", "--causal"], "--causal goes with --q"),
         (["--q", "1,8,2,8", "--implementations", "nothing"], "none begins with nothing"),
         (["--q", "1,8,2,8", "--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--q", "1,8,2,8", "--sustain", "-1"], "--sustain must be seconds, 0 or more, got -1"),
@@ -318,7 +329,7 @@ def test_merge(tmp_path, capsys):
     assert "--sustain 0" in capsys.readouterr().err
     drawn = tmp_path / "drawn.png"
     assert run("--merge", str(both), "--passes", "forward+backward", "--picture", str(drawn)) == 2
-    assert "--picture" in capsys.readouterr().err and not drawn.exists()
+    assert "nothing ran" in capsys.readouterr().err and not drawn.exists()
     good = both.read_text()
     for text in (
         "[]",

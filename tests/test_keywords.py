@@ -46,6 +46,19 @@ CASES = [
     (TORCH, "query_segment_ids", "here that is segment_ids"),
     (TORCH, "return_residual", "here that is return_lse"),
     (TORCH_VARLEN, "max_seqlen_k", "it is not needed, leave it out"),
+    (TORCH, "enable_gqa", "it is not needed, leave it out"),
+    *(
+        ((flax.TransformerLayer,), "num_kv_heads", "here that is num_gqa_groups")
+        for flax in (nnx, linen)
+    ),
+    *(
+        ((flax.TransformerLayer,), "is_causal", "here that is self_attn_mask_type")
+        for flax in (nnx, linen)
+    ),
+    *(
+        ((flax.MultiHeadAttention,), "num_gqa_groups", "here that is num_kv_heads")
+        for flax in (nnx, linen)
+    ),
     ((torch_bridge.explain, T, T, T), "implementation", "here that is backend"),
     ((torch_bridge.DotProductAttention,), "is_causal", "here that is causal"),
     ((jaxcap.attention_fn,), "logit_cap", "here that is softcap"),

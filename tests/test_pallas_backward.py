@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxcap import attention, blockwise, fragments
-from jaxcap.pallas import backward, backward_tables
+from jaxcap.pallas import backward, backward_prepare, backward_tables
 from jaxcap.pallas.backend import BACKEND
 from jaxcap.pallas.backward_config import CONFIGS, HEAVY_128, LOADER_REGISTERS
 from jaxcap.spec import AttentionSpec, Operands, QuerySum
@@ -188,7 +188,7 @@ def emulated(spec, operands, work, d_out, d_lse, block_q, block_kv):
     dead = np.broadcast_to(np.asarray(backward_tables.dead_keys(spec, operands)), (b, s))
     lse = np.swapaxes(work.lse, 1, 2)
     sums = np.einsum("btnv,btnv->bnt", work.out, d_out)
-    vectors = backward.row_vectors(
+    vectors = backward_prepare.row_vectors(
         spec,
         operands,
         jnp.asarray(lse, jnp.float32),
@@ -422,8 +422,6 @@ def test_conversion_of_dq(length, head_size, dtype):
 )
 def test_what_the_backward_starts_from(length, size, dtype):
     """Row sums of whatever lies in memory that is there, zeros past the last row and in all of dQ."""
-    from jaxcap.pallas import backward_prepare
-
     spec = call(length, 64, dtype=dtype, value_size=size, batch=3)
     plan = backward.make_plan(spec)
     shape = (3, length, spec.query_heads, size)

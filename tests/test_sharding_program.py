@@ -242,7 +242,7 @@ def kernels(function):
         (("ring", "striped", (4,)), {"is_causal": True}, 6),
         (("ring", "contiguous", (4,)), {"is_causal": True, "local_window_size": (255, 0)}, 4),
         (("all_gather", "contiguous", (8,)), {"is_causal": True}, 2),
-        (("all_to_all", "contiguous", (2,)), {"is_causal": True}, 3),
+        (("all_to_all", "contiguous", (2,)), {"is_causal": True}, 4),
         (("hybrid", "zigzag", (2, 2)), {"is_causal": True}, 6),
     ],
 )

@@ -17,6 +17,9 @@ from jaxcap.bench.measure import PASSES, measure
 from jaxcap.bench.progress import Progress
 from jaxcap.explain import explain
 
+#: Options that say what shape to measure.
+OF_A_SHAPE = ("kv_heads", "kv_len", "causal", "window_left", "softcap", "dtype")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -26,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-len", type=int, metavar="S", help="with --q: length of key and value")
     add("--causal", action="store_true", help="with --q")
     add("--window-left", type=int, metavar="W", help="with --q: keys before the query, causal")
-    add("--softcap", type=float, default=50.0, help="with --q; 50")
-    add("--dtype", default="bfloat16", help="with --q; bfloat16")
+    add("--softcap", type=float, help="with --q; 50")
+    add("--dtype", help="with --q; bfloat16")
     add(
         "--logits",
         default="1",
@@ -54,6 +57,9 @@ def _cases(args: argparse.Namespace) -> list[Case]:
         if not 0 <= (seconds := getattr(args, name)) < math.inf:
             raise ValueError(f"--{name} must be seconds, 0 or more, got {seconds:g}")
     if args.q is None:
+        if given := [x for x in OF_A_SHAPE if getattr(args, x) not in (None, False)]:
+            name = given[0].replace("_", "-")
+            raise ValueError(f"--{name} goes with --q, the cases have theirs; leave it out")
         if args.cases is None and jax.default_backend() == "cpu":
             raise ValueError(
                 "the cases are for a GPU and there is none; give a shape, --q 1,1024,4,64"
@@ -62,6 +68,8 @@ def _cases(args: argparse.Namespace) -> list[Case]:
         if unknown := [name for name in names if name not in CASES]:
             raise ValueError(f"--cases: no {', '.join(unknown)}; there are {', '.join(CASES)}")
         return [CASES[name] for name in names]
+    if args.cases is not None:
+        raise ValueError("--cases and --q are two ways to say what to measure; leave one out")
     try:
         batch, length, heads, size = (int(part) for part in args.q.split(","))
     except ValueError:
@@ -77,8 +85,8 @@ def _cases(args: argparse.Namespace) -> list[Case]:
         head_size=size,
         causal=causal,
         window_left=args.window_left,
-        softcap=args.softcap,
-        dtype=args.dtype,
+        softcap=50.0 if args.softcap is None else args.softcap,
+        dtype=args.dtype or "bfloat16",
     )
     key = (case.batch, case.key_length, case.kv_heads, size)
     try:
@@ -161,10 +169,10 @@ def run(args: argparse.Namespace) -> int:
         if text:
             print(text)
     print(", ".join(f"{k} {v}" for k, v in ran.versions.items()))
+    if not any(row.tflops for row in shown):
+        print("jaxcap bench: nothing ran", file=sys.stderr)
+        return 2
     if args.picture is not None:
-        if not any(row.tflops for row in shown):
-            print("jaxcap bench: --picture: nothing ran that could be drawn", file=sys.stderr)
-            return 2
         report.picture(shown, args.picture, f"attention on {ran.versions['device']}")
     return 0
 

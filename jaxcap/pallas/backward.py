@@ -13,7 +13,6 @@ from jaxcap.marks import invariant
 from jaxcap.pallas.backward_tables import (
     dead_keys,
     dropout_places,
-    empty_queries,
     has_positions,
     index_band,
     looks_inside,
@@ -107,40 +106,6 @@ def make_plan(spec: AttentionSpec, config: Any = None) -> Any:
     )
 
 
-def row_vectors(spec: AttentionSpec, operands: Operands, lse, ndelta, d_lse, pad: int, up: int):
-    """(-lse log2(e) + up, -delta), [B, N, T + pad] float32, and the gradient of the sinks if asked for.
-
-    delta = sum(out * d_out) - d_lse, of which `ndelta` [B, N, T + pad] is the negative of the former. Empty
-    rows: -inf instead of -lse, and no part of out * d_out.
-    """
-    changed = d_lse is not None or operands.sinks is not None or may_have_empty_queries(spec)
-    delta = -ndelta[..., : spec.query_length]
-    empty = None
-    if may_have_empty_queries(spec):
-        # With a sink an empty row has its lse, which says nothing.
-        sinks = operands.sinks is not None
-        empty = empty_queries(spec, operands) if sinks else lse == -jnp.inf
-        delta = jnp.where(empty, 0.0, delta)
-    if d_lse is not None:
-        delta = delta - jnp.where(lse == -jnp.inf, 0.0, d_lse.astype(jnp.float32))
-    d_sinks = None
-    if operands.sinks is not None and "sinks" in spec.gradients:
-        share = jnp.exp(operands.sinks.astype(jnp.float32)[:, :, None] - lse)
-        share = jnp.where(lse == -jnp.inf, 0.0, share)
-        d_sinks = -(share * delta).sum(-1)
-        if operands.sinks.shape[0] == 1:
-            d_sinks = d_sinks.sum(0, keepdims=True)
-        d_sinks = d_sinks.astype(operands.sinks.dtype)
-    nlse = lse * -1.4426950408889634 + up
-    if empty is not None:
-        nlse = jnp.where(empty, -jnp.inf, nlse)
-    if pad:
-        nlse = jnp.pad(nlse, ((0, 0), (0, 0), (0, pad)), constant_values=-jnp.inf)
-    if changed:
-        ndelta = jnp.pad(-delta, ((0, 0), (0, 0), (0, pad)))
-    return nlse, ndelta, d_sinks
-
-
 def _padded(x: Any, size: int, value: Any = 0) -> Array:
     """[B or 1, n] -> [B or 1, size]."""
     return jnp.pad(x, ((0, 0), (0, size - x.shape[1])), constant_values=value)
@@ -214,7 +179,9 @@ def backward(
         ndelta, dq = jnp.pad(-delta, ((0, 0), (0, 0), (0, pad))), query_sum
     else:
         ndelta, dq = map(varying_over((out, d_out)), backward_prepare.prepared(plan, out, d_out))
-    nlse, ndelta, d_sinks = row_vectors(spec, operands, lse, ndelta, d_lse, pad, up)
+    nlse, ndelta, d_sinks = backward_prepare.row_vectors(
+        spec, operands, lse, ndelta, d_lse, pad, up
+    )
     inputs = kernel_inputs(plan, spec, operands, d_out, nlse, ndelta)
     by_row = ("dead", "kseg", "qseg", "kpos", "qpos", "mask", "bias", "slopes")
     shared = tuple(name for name in by_row if name in inputs and inputs[name].shape[0] == 1)

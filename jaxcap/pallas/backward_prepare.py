@@ -20,7 +20,9 @@ from jaxlib.mlir.dialects import math as mlir_math
 from jaxcap.pallas import instructions as ins
 from jaxcap.pallas import scores as sc
 from jaxcap.pallas.backward_plan import Plan, divmod_by
+from jaxcap.pallas.backward_tables import empty_queries, may_have_empty_queries
 from jaxcap.pallas.instructions import const
+from jaxcap.spec import AttentionSpec, Operands
 
 ROWS = 64
 LANE = 8  # values of a row that a lane loads at once
@@ -99,6 +101,40 @@ def _clear(target: Any) -> None:
 
     (size,) = target.shape
     ins.inline(body, [(target, plgpu.RefType())])
+
+
+def row_vectors(spec: AttentionSpec, operands: Operands, lse, ndelta, d_lse, pad: int, up: int):
+    """(-lse log2(e) + up, -delta), [B, N, T + pad] float32, and the gradient of the sinks if asked for.
+
+    delta = sum(out * d_out) - d_lse, of which `ndelta` [B, N, T + pad] is the negative of the former. Empty
+    rows: -inf instead of -lse, and no part of out * d_out.
+    """
+    changed = d_lse is not None or operands.sinks is not None or may_have_empty_queries(spec)
+    delta = -ndelta[..., : spec.query_length]
+    empty = None
+    if may_have_empty_queries(spec):
+        # With a sink an empty row has its lse, which says nothing.
+        sinks = operands.sinks is not None
+        empty = empty_queries(spec, operands) if sinks else lse == -jnp.inf
+        delta = jnp.where(empty, 0.0, delta)
+    if d_lse is not None:
+        delta = delta - jnp.where(lse == -jnp.inf, 0.0, d_lse.astype(jnp.float32))
+    d_sinks = None
+    if operands.sinks is not None and "sinks" in spec.gradients:
+        share = jnp.exp(operands.sinks.astype(jnp.float32)[:, :, None] - lse)
+        share = jnp.where(lse == -jnp.inf, 0.0, share)
+        d_sinks = -(share * delta).sum(-1)
+        if operands.sinks.shape[0] == 1:
+            d_sinks = d_sinks.sum(0, keepdims=True)
+        d_sinks = d_sinks.astype(operands.sinks.dtype)
+    nlse = lse * -1.4426950408889634 + up
+    if empty is not None:
+        nlse = jnp.where(empty, -jnp.inf, nlse)
+    if pad:
+        nlse = jnp.pad(nlse, ((0, 0), (0, 0), (0, pad)), constant_values=-jnp.inf)
+    if changed:
+        ndelta = jnp.pad(-delta, ((0, 0), (0, 0), (0, pad)))
+    return nlse, ndelta, d_sinks
 
 
 def prepared(plan: Plan, out: jax.Array, d_out: jax.Array) -> tuple[jax.Array, jax.Array]:

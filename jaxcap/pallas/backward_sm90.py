@@ -129,14 +129,12 @@ class Block:
         head = self.h * plan.group + g
         k0, q0 = self.n * self.c.block_kv + row, i * self.c.block_q
         refs: dict[str, Any] = {}
-        if scores.dead_keys:
-            refs["dead"] = self.dead_s.at[pl.ds(row, s.shape[0])]
-        if scores.segments:
-            refs["kseg"] = self.kseg_s.at[pl.ds(row, s.shape[0])]
-            refs["qseg"] = self.qseg_s.at[stage]
-        if scores.positions:
-            refs["kpos"] = self.kpos_s.at[pl.ds(row, s.shape[0])]
-            refs["qpos"] = self.qpos_s.at[stage]
+        for name in ("dead", "kseg", "kpos"):
+            if name in self.refs:
+                refs[name] = self.refs[name + "_s"].at[pl.ds(row, s.shape[0])]
+        for name in ("qseg", "qpos"):
+            if name in self.refs:
+                refs[name] = self.refs[name + "_s"].at[stage]
         if scores.bias is not None:
             one_head = self.bias.shape[1] == 1
             refs["bias"] = self.bias.at[self.row_of("bias"), i32(0) if one_head else head]
