@@ -133,11 +133,13 @@ def allowed_of(wanted: Expected, backend: str, dtype: str) -> Expected:
     tanh_error = getattr(found, "tanh_error", lambda softcap: 0.0)
     sum_error = getattr(found, "sum_error", lambda softcap, dtype: 0.0)
     score_error = getattr(found, "score_error", lambda softcap: 0.0)
-    slope_error = getattr(found, "slope_error", lambda softcap, dtype: 0.0)
+    slope_error = getattr(found, "slope_error", lambda softcap, dtype, sizes: 0.0)
     if not cap:
         return allowed(wanted, 0.0)
-    errors = tanh_error(cap), sum_error(cap, dtype), score_error(cap), slope_error(cap, dtype)
-    return allowed(wanted, *errors)
+    operands = wanted.inputs.operands
+    sizes = operands["query"].shape[-1], operands["value"].shape[-1]
+    slopes = slope_error(cap, dtype, sizes)
+    return allowed(wanted, tanh_error(cap), sum_error(cap, dtype), score_error(cap), slopes)
 
 
 @functools.lru_cache(maxsize=256)

@@ -19,9 +19,14 @@ class Pallas:
         """Relative error of tanh."""
         return TANH_APPROX_ERROR if softcap <= LARGE_CAP else 0.0
 
-    def slope_error(self, softcap: float, dtype: str) -> float:
-        """Absolute error of 1 - tanh^2, beside that of `tanh_error`: of tanh rounded to float16."""
-        return 2.0**-11 if softcap <= LARGE_CAP and dtype == "bfloat16" else 0.0
+    def slope_error(self, softcap: float, dtype: str, sizes: tuple[int, int]) -> float:
+        """Absolute error of 1 - tanh^2, beside that of `tanh_error`: of tanh rounded to float16.
+
+        sizes: of the heads of query and value.
+        """
+        from jaxcap.pallas.backward_config import config_for
+
+        return 2.0**-11 if config_for(*sizes).pairs(dtype, softcap) else 0.0
 
     def score_error(self, softcap: float) -> float:
         """Absolute error of a capped score, beside that of `tanh_error`."""

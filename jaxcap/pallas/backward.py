@@ -22,7 +22,6 @@ from jaxcap.pallas.backward_tables import (
     ranks,
     spans,
 )
-from jaxcap.softcap import LARGE_CAP
 from jaxcap.spec import Array, AttentionSpec, Gradients, Operands
 
 MAX_HEAD_SIZE = 256
@@ -85,7 +84,7 @@ def make_plan(spec: AttentionSpec, config: Any = None) -> Any:
         bias_gradient="bias" in spec.gradients,
         alibi=spec.alibi,
         dropout_rate=spec.dropout_rate,
-        paired=config.paired and spec.dtype == "bfloat16" and (spec.softcap or 0.0) <= LARGE_CAP,
+        paired=config.pairs(spec.dtype, spec.softcap),
     )
     return Plan(
         config=config,

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal
 
+from jaxcap.softcap import LARGE_CAP
+
 Design = Literal["rows", "products"]
 
 
@@ -43,6 +45,10 @@ class BackwardConfig:
         assert not self.q_by_ds or self.design == "products", "of `products`"
         assert not (self.loader and self.load_early), "two warpgroups would load"
         assert self.loader or not self.late, "who adds dQ would load too late"
+
+    def pairs(self, dtype: str, softcap: float | None) -> bool:
+        """Whether 1 - t^2 of a call is in pairs of float16: not where tanh is the accurate one."""
+        return self.paired and dtype == "bfloat16" and (softcap or 0.0) <= LARGE_CAP
 
     @property
     def warpgroups(self) -> int:
